@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage *accept*: lossless acceptance.
+
+The whole rule: at each visited row take the target's own next token, exactly as plain
+decoding would; if a child of the row carries that token, step into it; otherwise that token
+is the step's last output. The output's law is that of plain decoding for any tree that was
+built from history and draft outputs alone (docs/algorithm.md has the argument), and one
+token is drawn per output token, so a request's random stream is consumed as in plain
+decoding.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_echo import ops
+from vllm_echo.tree import AcceptedPaths, SuperTree
+
+SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(requests [M] int64, rows [M] int64 into the super-tree) -> the target's next tokens [M]."""
+
+
+def accept_given(tree: SuperTree, target_tokens: torch.Tensor) -> AcceptedPaths:
+    """Walk with ``target_tokens`` [T]: the target's next token at every row, known already."""
+    tokens, rows, num_accepted = ops.accept_paths(target_tokens, tree.cu_rows, tree.tokens, tree.parents)
+    return AcceptedPaths(tokens, rows, num_accepted)
+
+
+def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:
+    """Walk level by level, asking ``sample`` for the tokens of visited rows only.
+
+    ``sample`` sees every request once at its root, then only the requests that still
+    walk: whatever depends on history can be updated between the calls.
+    """
+    num_requests = tree.num_requests
+    start = tree.cu_rows[:-1].long()
+    walking = torch.arange(num_requests, device=start.device)
+    rows = start.clone()
+    token_columns: list[torch.Tensor] = []
+    row_columns: list[torch.Tensor] = []
+    while walking.numel():
+        sampled = sample(walking, rows).to(torch.int32)
+        token_columns.append(_column(num_requests, walking, sampled))
+        child = _child_rows(tree, walking, rows, sampled)
+        stepped = child >= 0
+        walking, rows = walking[stepped], child[stepped]
+        if walking.numel():
+            row_columns.append(_column(num_requests, walking, (rows - start[walking]).to(torch.int32)))
+    tokens = torch.stack(token_columns, dim=1)
+    path_rows = torch.stack(row_columns, dim=1) if row_columns else tokens.new_empty(num_requests, 0)
+    return AcceptedPaths(tokens, path_rows, (path_rows >= 0).sum(dim=1).to(torch.int32))
+
+
+def _column(size: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.full((size,), -1, dtype=torch.int32, device=values.device).index_copy_(0, index, values)
+
+
+def _child_rows(
+    tree: SuperTree, requests: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
+) -> torch.Tensor:
+    """[M] int64: the super-tree row of the child of rows[m] that carries sampled[m], or -1."""
+    first, last = tree.cu_rows[requests].long(), tree.cu_rows[requests + 1].long()
+    span = torch.arange(int((last - first).max()), device=rows.device)
+    candidate = first[:, None] + span
+    inside = candidate < last[:, None]
+    candidate = candidate.clamp(max=tree.tokens.shape[0] - 1)
+    match = (
+        inside
+        & (tree.parents[candidate] == (rows - first)[:, None])
+        & (tree.tokens[candidate] == sampled[:, None])
+    )
+    found = match.any(dim=1)
+    return torch.where(found, first + match.int().argmax(dim=1), -1)

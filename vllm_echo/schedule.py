@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage *schedule*: spend K_max over all requests, node by node. (arXiv:2604.09603, elastic
+budget scheduler.)
+
+Phase 1, *depth*: layer by layer while drafting goes on (``grant_layer``), the most confident
+requests first, ties by request order, one node a layer.
+Phase 2, *width*: only when nobody can go deeper (``grant_width``), what is left goes to
+the best unspent candidates, those of truncated requests first.
+
+A grant is a number, not a node: a request spends its number on its best candidates by path
+score, which are always closed under parents. The published pseudo-code can overshoot
+(it subtracts whole layers, and uses an unclipped width); admission node by node cannot.
+"""
+
+import torch
+
+from vllm_echo.tree import ROOT, CandidateTrees, DraftTrees
+
+
+def grant_layer(confidence: torch.Tensor, wants: torch.Tensor, budget: int) -> torch.Tensor:
+    """[R] bool: which of the requests that want one more layer get the node for it.
+
+    ``confidence`` [R] float32, ``wants`` [R] bool; at most ``budget`` are granted, the
+    highest confidence first, ties by request order, so that every rank decides alike.
+    """
+    ranked = torch.where(wants, confidence, -torch.inf).argsort(descending=True, stable=True)
+    granted = torch.zeros_like(wants)
+    granted[ranked[: max(0, budget)]] = True
+    return granted & wants
+
+
+def grant_width(trees: CandidateTrees, granted: torch.Tensor, caps: torch.Tensor, budget: int) -> torch.Tensor:
+    """[R] int32: nodes per request after what is left of the budget is spent on width.
+
+    ``granted`` [R] int32 nodes from phase 1, ``caps`` [R] int32 most nodes a request may
+    have, ``budget`` nodes left. Candidates of truncated requests come first, then all
+    others; within a class by path score, ties by request order.
+    """
+    num_requests, num_candidates = trees.scores.shape
+    best_first = trees.scores.sort(dim=1, descending=True, stable=True).values
+    rank = torch.arange(num_candidates, device=best_first.device)
+    unspent = (rank >= granted[:, None]) & (rank < caps[:, None]) & best_first.isfinite()
+    counts = granted.clone()
+    for of_class in (trees.truncated, ~trees.truncated):
+        if budget <= 0:
+            break
+        open_scores = torch.where(unspent & of_class[:, None], best_first, -torch.inf).flatten()
+        chosen = open_scores.argsort(descending=True, stable=True)[:budget]
+        chosen = chosen[open_scores[chosen].isfinite()]
+        owners = torch.div(chosen, num_candidates, rounding_mode="floor")
+        counts += torch.bincount(owners, minlength=num_requests).to(counts.dtype)
+        budget -= chosen.shape[0]
+    return counts
+
+
+def share_evenly(wanted: torch.Tensor, budget: int) -> torch.Tensor:
+    """[R] int32: the budget of the fixed-shape policies, in rounds of one node each.
+
+    ``wanted`` [R] int32 nodes each request would take. Whole rounds first; the last,
+    incomplete one goes by request order.
+    """
+    counts = torch.zeros_like(wanted)
+    while budget > 0:
+        open_requests = (counts < wanted).nonzero().flatten()
+        if open_requests.numel() == 0:
+            break
+        step = max(1, budget // open_requests.numel())
+        served = open_requests[:budget]
+        given = torch.minimum(wanted[served] - counts[served], torch.full_like(served, step, dtype=wanted.dtype))
+        counts[served] += given
+        budget -= int(given.sum())
+    return counts
+
+
+def take_best(trees: CandidateTrees, counts: torch.Tensor, max_nodes: int) -> DraftTrees:
+    """The ``counts`` [R] best candidates of each request, in descending path score.
+
+    Raises nothing: counts beyond the valid candidates are the caller's error, and
+    ``grant_width`` never gives them. ``max_nodes`` is N, the width of the result.
+    """
+    width = min(max_nodes, trees.scores.shape[1])
+    order = trees.scores.argsort(dim=1, descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    taken = order[:, :width]
+    old_parents = trees.parents.gather(1, taken)
+    new_parents = place.gather(1, old_parents.clamp(min=0).long()).to(torch.int32)
+    new_parents = torch.where(old_parents == ROOT, ROOT, new_parents)
+    return DraftTrees(
+        tokens=_padded(trees.tokens.gather(1, taken), max_nodes),
+        parents=_padded(new_parents, max_nodes),
+        depths=_padded(trees.depths.gather(1, taken), max_nodes),
+        num_nodes=counts.to(torch.int32),
+    )
+
+
+def _padded(rows: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
