@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every operator of vllm-echo: its schema, and what implements it. Contracts are documented in
+// vllm_echo/ops.py.
+//
+// Only PyTorch's stable ABI is used, so one build serves every PyTorch from the version in setup.py
+// on.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/ops.h"
+
+STABLE_TORCH_LIBRARY(vllm_echo, m) {
+  m.def(
+      "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "Tensor cu_rows, "
+      "Tensor context_lens, Tensor mask, float scale, float softcap, Tensor(a!) out) -> ()");
+  m.def(
+      "commit_kv(Tensor(a!)[] kv_caches, Tensor block_table, Tensor root_slots, Tensor path_rows, "
+      "Tensor path_lens) -> ()");
+  m.def(
+      "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
+      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
+  m.def("build_info() -> str");
+  m.def("set_simd_level(str name) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
+  m.impl("tree_attention", TORCH_BOX(&vllm_echo::cpu::tree_attention));
+  m.impl("commit_kv", TORCH_BOX(&vllm_echo::cpu::commit_kv));
+  m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&vllm_echo::cpu::build_info));
+  m.impl("set_simd_level", TORCH_BOX(&vllm_echo::cpu::set_simd_level));
+}
+
+// Importing vllm_echo._C loads this library, whose static initialisers register the operators
+// above.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU operators that bindings.cpp registers; their contracts are documented in
+// vllm_echo/ops.py.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace vllm_echo::cpu {
+
+using torch::stable::Tensor;
+
+void tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                    const Tensor& block_table, const Tensor& cu_rows, const Tensor& context_lens,
+                    const Tensor& mask, double scale, double softcap, Tensor out);
+
+void commit_kv(std::vector<Tensor> kv_caches, const Tensor& block_table, const Tensor& root_slots,
+               const Tensor& path_rows, const Tensor& path_lens);
+
+std::tuple<Tensor, Tensor, Tensor> accept_paths(const Tensor& target_tokens, const Tensor& cu_rows,
+                                                const Tensor& tokens, const Tensor& parents);
+
+// "simd=<level>;torch=<version built against>;compiler=<version>"
+std::string build_info();
+
+void set_simd_level(std::string name);
+
+}  // namespace vllm_echo::cpu

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instruction set chosen at run time.
+#pragma once
+
+#include "../include/tree_attention.h"
+
+namespace vllm_echo {
+
+enum class SimdLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+enum class KvType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// One tile of tree attention. `scratch` is 64-byte aligned and holds `tile_scratch_floats` floats.
+using TileKernel = void (*)(const TreeAttentionParams&, const AttentionTile&, KvType,
+                            float* scratch);
+
+// Slots that one step of the online softmax covers. A multiple of 64.
+constexpr int64_t kSlotsPerStep = 128;
+
+// Floats of scratch a tile of `num_queries` query vectors needs: queries, outputs, scores, the
+// softmax's maximum, decay and (up to 16) sums, and the pointers to one step's value rows.
+constexpr int64_t tile_scratch_floats(int64_t num_queries, int64_t head_dim) {
+  return num_queries * (2 * head_dim + kSlotsPerStep + 18) + 2 * kSlotsPerStep;
+}
+
+// The level in use: the best that this CPU and this build offer, unless set_simd_level was called.
+SimdLevel simd_level();
+const char* simd_level_name(SimdLevel level);
+
+// Chooses a level by name ("portable", "avx2", "avx512"), for tests and benchmarks. Throws if it
+// cannot run here.
+void set_simd_level(const char* name);
+
+TileKernel tile_kernel(SimdLevel level);
+
+namespace portable {
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
+}
+#if defined(__x86_64__)
+namespace avx2 {
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
+}
+namespace avx512 {
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
+}
+#endif
+
+}  // namespace vllm_echo

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tree attention for CPUs with AVX512, whatever the compiler's flags: the kernel is compiled for it
+// here and nowhere else.
+#if defined(__x86_64__)
+
+// Before the target: inline functions of the standard library must not be compiled for it.
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")
+#endif
+
+#define ECHO_AVX512  // not __AVX512F__: GCC's preprocessor does not see the pragma
+#define ECHO_SIMD_LEVEL avx512
+#define ECHO_LANES 16
+#define ECHO_VECS_PER_PASS 4
+
+#include "tree_attention_tile.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // __x86_64__

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tree attention with the compiler's baseline instruction set: any CPU.
+#define ECHO_SIMD_LEVEL portable
+#define ECHO_LANES 4
+#define ECHO_VECS_PER_PASS 2
+
+#include "tree_attention_tile.h"

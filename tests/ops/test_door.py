@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments are refused by name, and the operators are registered properly."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.ops.kit import NAN, make_batch
+from vllm_echo import ops
+
+ATTENTION_NAMES = [
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_table",
+    "cu_rows",
+    "context_lens",
+    "mask",
+]
+
+
+def attention_arguments() -> dict[str, torch.Tensor]:
+    batch = make_batch([[-1, 0, 0], [-1]], [20, 5])
+    arguments = dict(zip(ATTENTION_NAMES, batch.attention_args, strict=False))
+    return {**arguments, "out": torch.full_like(batch.query, NAN)}
+
+
+def commit_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "root_slots": torch.zeros(1, dtype=torch.int32),
+        "path_rows": torch.tensor([[2]], dtype=torch.int32),
+        "path_lens": torch.ones(1, dtype=torch.int32),
+    }
+
+
+def accept_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "target_tokens": torch.tensor([1, 2, 3]),
+        "cu_rows": torch.tensor([0, 2, 3], dtype=torch.int32),
+        "tokens": torch.tensor([0, 1, 0], dtype=torch.int32),
+        "parents": torch.tensor([-1, 0, -1], dtype=torch.int32),
+    }
+
+
+def call_attention(arguments: dict[str, torch.Tensor]) -> None:
+    ops.tree_attention(**arguments, scale=0.2)
+
+
+def call_commit(arguments: dict[str, torch.Tensor]) -> None:
+    ops.commit_kv([torch.zeros(1, 2, 16, 32)], **arguments)
+
+
+def call_accept(arguments: dict[str, torch.Tensor]) -> None:
+    ops.accept_paths(**arguments)
+
+
+OPERATORS = [
+    ("tree_attention", call_attention, attention_arguments),
+    ("commit_kv", call_commit, commit_arguments),
+    ("accept_paths", call_accept, accept_arguments),
+]
+TENSORS = [
+    pytest.param(op, call, make, name, id=f"{op}-{name}")
+    for op, call, make in OPERATORS
+    for name in make()
+]
+Call = Callable[[dict[str, torch.Tensor]], None]
+Make = Callable[[], dict[str, torch.Tensor]]
+
+
+@pytest.mark.parametrize(("op", "call", "make", "name"), TENSORS)
+def test_a_wrong_dtype_is_refused_by_name(op: str, call: Call, make: Make, name: str) -> None:
+    arguments = make()
+    call(arguments)
+    arguments[name] = arguments[name].to(torch.float64)
+    with pytest.raises(ValueError, match=f"{op}: {name} must have dtype"):
+        call(arguments)
+
+
+@pytest.mark.parametrize(("op", "call", "make", "name"), TENSORS)
+def test_a_wrong_number_of_dimensions_is_refused_by_name(
+    op: str, call: Call, make: Make, name: str
+) -> None:
+    arguments = make()
+    arguments[name] = arguments[name][None]
+    with pytest.raises(ValueError, match=f"{op}: {name} must have . dimensions"):
+        call(arguments)
+
+
+@pytest.mark.parametrize(("op", "call", "make", "name"), TENSORS)
+def test_a_wrong_device_is_refused_by_name(op: str, call: Call, make: Make, name: str) -> None:
+    """No GPU needed to show it: a meta tensor is on another device, too."""
+    arguments = make()
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(TypeError, match=f"{op}: {name} must be on the CPU"):
+        call(arguments)
+
+
+def strided_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, but not contiguous in the last dimension."""
+    wide = tensor.new_zeros(*tensor.shape, 2)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("blamed", "changed", "change"),
+    [
+        ("query", ["query", "out"], lambda t: t[:, :3]),  # 3 heads over 2 KV heads
+        ("query", ["query", "out"], lambda t: t[..., :24]),
+        ("query", ["query"], strided_last),
+        ("key_cache", ["key_cache", "value_cache"], lambda t: t[:, :, :24]),
+        ("key_cache", ["key_cache", "value_cache"], lambda t: t[..., :16]),
+        ("key_cache", ["key_cache", "value_cache"], lambda t: t[:, :, ::2]),
+        ("key_cache", ["key_cache"], strided_last),
+        ("value_cache", ["value_cache"], lambda t: t[:1]),
+        ("value_cache", ["value_cache"], strided_last),
+        ("block_table", ["block_table"], lambda t: t[:1]),
+        ("cu_rows", ["cu_rows"], lambda t: t[:-1]),
+        ("cu_rows", ["cu_rows"], lambda t: t + 1),
+        ("cu_rows", ["cu_rows"], lambda t: t[[0, 2, 1]]),
+        ("cu_rows", ["cu_rows"], lambda t: t.clamp(max=3)),
+        ("context_lens", ["context_lens"], lambda t: -t),
+        ("mask", ["mask"], lambda t: t[:-1]),
+        ("mask", ["mask"], lambda t: strided_last(t.expand(4, 2))),
+        ("out", ["out"], lambda t: t[:-1]),
+        ("out", ["out"], strided_last),
+    ],
+)
+def test_wrong_shapes_and_values_of_attention(
+    blamed: str, changed: list[str], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    arguments = attention_arguments()
+    out = arguments["out"]
+    for name in changed:
+        arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=f"tree_attention: {blamed} "):
+        call_attention(arguments)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("block", [-1, 3, 2**31 - 1])
+def test_a_block_outside_the_cache_is_never_read(block: int) -> None:
+    arguments = attention_arguments()
+    arguments["block_table"][1, 0] = block
+    with pytest.raises(ValueError, match="tree_attention: block_table names block"):
+        call_attention(arguments)
+
+
+def test_a_mask_bit_beyond_the_block_table_is_never_read() -> None:
+    arguments = attention_arguments()
+    arguments["mask"][3] = 1 << 62
+    with pytest.raises(ValueError, match="tree_attention: block_table has room for"):
+        call_attention(arguments)
+
+
+def test_caches_that_commit_cannot_move_are_refused() -> None:
+    for cache in (
+        torch.zeros(1, 2, 16, 32, dtype=torch.float64),
+        torch.zeros(2, 16, 32),
+        torch.zeros(1, 2, 16, 33),
+        torch.zeros(1, 2, 32, 16).mT,
+    ):
+        with pytest.raises(ValueError, match=r"commit_kv: kv_caches\[1\]"):
+            ops.commit_kv([torch.zeros(1, 2, 16, 32), cache], **commit_arguments())
+
+
+def test_a_negative_softcap_is_refused() -> None:
+    with pytest.raises(ValueError, match="softcap"):
+        ops.tree_attention(**attention_arguments(), scale=1.0, softcap=-1.0)
+
+
+def test_the_output_is_allocated_on_request() -> None:
+    arguments = attention_arguments()
+    call_attention(arguments)
+    want = arguments.pop("out")
+    assert torch.equal(ops.tree_attention(**arguments, scale=0.2), want)
+
+
+def test_attention_passes_opcheck() -> None:
+    arguments = attention_arguments()
+    arguments["out"].zero_()  # NaN is not equal to itself
+    positional = [arguments[name] for name in ATTENTION_NAMES]
+    op = torch.ops.vllm_echo.tree_attention.default
+    torch.library.opcheck(op, (*positional, 0.2, 0.0, arguments["out"]))
+
+
+def test_commit_passes_opcheck() -> None:
+    caches = [torch.randn(1, 2, 16, 32) for _ in range(2)]
+    op = torch.ops.vllm_echo.commit_kv.default
+    torch.library.opcheck(op, (caches, *commit_arguments().values()))
+
+
+def test_accept_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.accept_paths.default
+    torch.library.opcheck(op, tuple(accept_arguments().values()))
+
+
+def test_build_info_names_what_doctor_prints() -> None:
+    info = ops.build_info()
+    assert info["simd"] in ("portable", "avx2", "avx512")
+    assert info["torch"].count(".") == 2
+    assert info["compiler"]
+
+
+def test_an_unknown_simd_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="simd level"):
+        ops.set_simd_level("mmx")
+
+
+def test_importing_the_package_imports_no_torch_and_ops_no_vllm() -> None:
+    code = (
+        "import sys, vllm_echo; assert 'torch' not in sys.modules\n"
+        "import vllm_echo.ops; assert 'vllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_build_says_how_to_build() -> None:
+    code = "import sys; sys.modules['vllm_echo._C'] = None; import vllm_echo.ops"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "make build" in result.stderr
+    assert "pip install -e ." in result.stderr
