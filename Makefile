@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands matter: `make serve` and `make test`. Both set up what they need.
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+PYTEST_ARGS ?=
+SERVE_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: help serve test lint format build demo install install-dev doctor clean distclean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | expand -t 14
+
+serve: install ## set up everything and serve the demo model (HOST, PORT, MODEL, SPECULATIVE_CONFIG)
+	@HOST=$(HOST) PORT=$(PORT) MODEL='$(MODEL)' SPECULATIVE_CONFIG='$(SPECULATIVE_CONFIG)' \
+		exec scripts/serve.sh $(SERVE_ARGS)
+
+test: install-dev demo ## set up everything and run all tests (PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: install-dev ## ruff, mypy and clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+
+format: install-dev ## let ruff and clang-format write the layout
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+build: ## build the operators again
+	@rm -f .venv/.vllm-echo/build
+	@scripts/install.sh
+
+demo: install ## prepare the demo model, its head and echo.json
+	@$(BIN)/vllm-echo demo
+
+doctor: install ## what is installed, patched, built, and who would serve
+	@$(BIN)/vllm-echo doctor
+
+install:
+	@scripts/install.sh
+
+install-dev:
+	@scripts/install.sh --dev
+
+clean: ## remove what was built and what tools left behind
+	rm -rf build *.egg-info vllm_echo/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -type d -exec rm -rf {} +
+
+distclean: clean ## remove the virtual environment as well
+	rm -rf .venv

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-echo` command: patch, doctor, demo.
+
+Exit status: 0 done, 1 a question answered with no (status: not applied; doctor: could not serve),
+2 an error, with one message on stderr, 3 nothing to do (a patch set that is applied already).
+Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_echo.errors import EchoError
+from vllm_echo.version import __version__
+
+EXIT_NO = 1
+EXIT_ERROR = 2
+EXIT_NOTHING_TO_DO = 3
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run one command, and turn our errors into one message."""
+    args = build_parser().parse_args(argv)
+    command: Command = args.command
+    try:
+        return command(args)
+    except EchoError as error:
+        print(f"vllm-echo: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("vllm-echo: interrupted; run the same command again to go on", file=sys.stderr)
+        return 128 + 2  # what a shell reports for SIGINT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and options; nothing is imported for them yet."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-echo", description="Elastic tree speculative decoding (ECHO) for vLLM."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_patch(commands)
+    _add_doctor(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_patch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    patch = commands.add_parser("patch", help="apply, revert or look at the patches in vLLM")
+    actions = patch.add_subparsers(metavar="ACTION", required=True)
+    for name, summary, command in (
+        ("apply", "patch the installed vLLM", _patch_apply),
+        ("revert", "bring the published files back", _patch_revert),
+    ):
+        action = actions.add_parser(name, help=summary)
+        action.add_argument(
+            "--if-needed",
+            action="store_true",
+            help="succeed when it is done already, and finish what was interrupted or is outdated",
+        )
+        action.set_defaults(command=command)
+    status = actions.add_parser("status", help="say what state the patches are in")
+    status.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    status.set_defaults(command=_patch_status)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser("doctor", help="check that this machine can serve with echo")
+    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    doctor.add_argument("--dir", type=Path, help="where the demo models are (see demo)")
+    doctor.set_defaults(command=_doctor)
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="prepare the demo model, its draft head and an echo.json",
+        description="Prepares only what is missing. The last line on stdout is one JSON object "
+        "with the keys model, draft and speculative_config; progress goes to stderr.",
+    )
+    demo.add_argument("--dir", type=Path, help="default: ~/.cache/vllm-echo/demo (XDG_CACHE_HOME)")
+    demo.set_defaults(command=_demo)
+
+
+def _patch_apply(args: argparse.Namespace) -> int:
+    from vllm_echo.integration import patch_set, patching
+
+    return _change(patching.apply_patches, args, patch_set.load_patch_set)
+
+
+def _patch_revert(args: argparse.Namespace) -> int:
+    from vllm_echo.integration import patch_set, patching
+
+    return _change(patching.revert_patches, args, patch_set.load_patch_set)
+
+
+def _change(
+    action: Callable[..., str], args: argparse.Namespace, load: Callable[[], object]
+) -> int:
+    from vllm_echo.integration import patching
+
+    try:
+        print(action(patching.find_installation(), load(), if_needed=args.if_needed))
+    except patching.AlreadyDoneError as error:
+        print(f"vllm-echo: {error}", file=sys.stderr)
+        return EXIT_NOTHING_TO_DO
+    return 0
+
+
+def _patch_status(args: argparse.Namespace) -> int:
+    from vllm_echo.integration import patch_set, patching
+
+    installation = patching.find_installation()
+    patches = patch_set.load_patch_set()
+    status = patching.read_status(installation, patches)
+    if args.json:
+        report = {
+            "state": status.state,
+            "remedy": status.remedy,
+            "vllm": {
+                "distribution": installation.distribution,
+                "version": installation.version,
+                "path": str(installation.root / "vllm"),
+            },
+            "patches": list(patches.names),
+            "files": status.files,
+        }
+        print(json.dumps(report))
+    else:
+        print(f"{installation.distribution} {installation.version} in {installation.root}")
+        for path, state in status.files.items():
+            print(f"  {state:9} {path}")
+        print(f"patches: {status.state}" + (f"; {status.remedy}" if status.remedy else ""))
+    return 0 if status.state == patching.APPLIED else EXIT_NO
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from vllm_echo.doctor import run_doctor
+
+    return run_doctor(args.dir, as_json=args.json)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from vllm_echo.demo_command import run_demo
+
+    return run_demo(args.dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

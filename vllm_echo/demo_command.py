@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-echo demo`: a real model, a draft head for it, and an echo.json that joins them.
+
+Only what is missing is made, so an interrupted run is finished by the next one, and an echo.json
+that somebody has edited is left alone while the head it names exists.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_echo.config import METHOD
+from vllm_echo.errors import EchoError
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
+HEAD_FILES = ("config.json", "model.safetensors")
+# A model of 135 M parameters on a CPU leaves the memory-bound regime at 4 to 8 tokens a step, so
+# its budget is small; docs/ has the measurements.
+DEMO_OPTIONS: dict[str, Any] = {
+    "num_speculative_tokens": 4,
+    "echo": {"k_max": 8, "max_depth": 4, "target_depth": 3, "top_k": 3},
+}
+
+
+def default_dir() -> Path:
+    """Where the demo lives unless told otherwise: in the user's cache."""
+    from vllm_echo.demo.convert import cache_dir
+
+    return cache_dir() / "demo"
+
+
+def run_demo(folder: Path | None) -> int:
+    """Prepare the pair and print the one line of JSON that names it."""
+    from vllm_echo.demo.convert import DemoModelError, prepare_model
+
+    folder = (folder or default_dir()).expanduser().resolve()
+    check_head_files()
+    try:
+        model = prepare_model(folder / MODEL_NAME)
+        config = _write_config(folder / "echo.json")
+    except DemoModelError as error:
+        raise EchoError(str(error)) from None
+    except OSError as error:
+        raise EchoError(
+            f"demo: {error.filename or folder}: {error.strerror}; name another folder with --dir"
+        ) from None
+    draft = json.loads(config.read_text(encoding="utf-8"))["model"]
+    print("[vllm-echo] the demo is ready", file=sys.stderr)
+    print(json.dumps({"model": str(model), "draft": draft, "speculative_config": str(config)}))
+    return 0
+
+
+def check_head_files() -> None:
+    """The head is part of the project; without it there is nothing to draft with."""
+    for name in HEAD_FILES:
+        if not (HEAD_DIR / name).is_file():
+            raise EchoError(
+                f"demo: the draft head {HEAD_DIR / name} is missing; it belongs to the project: "
+                "check it out again, or train one with examples/train_eagle3"
+            )
+
+
+def _write_config(path: Path) -> Path:
+    """Write echo.json unless one is there whose head exists."""
+    if not _is_usable(path):
+        content = {"method": METHOD, "model": str(HEAD_DIR), **DEMO_OPTIONS}
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    return path
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    head = content.get("model") if isinstance(content, dict) else None
+    return isinstance(head, str) and (Path(head) / HEAD_FILES[0]).is_file()
