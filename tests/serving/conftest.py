@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tiny model pair for all serving tests; engines per module."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.serving import tiny
+from tests.serving.harness import Engine, echo_engine, plain_engine
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Engine:
+    """Decoding without speculation, the reference of every identity test."""
+    # All prompts of a test in one prefill: stock vLLM dies of a seeded request in chunks.
+    return plain_engine(target, max_num_batched_tokens=16384)
+
+
+@pytest.fixture(scope="module")
+def echo(target: Path, head: Path) -> Engine:
+    """Echo with default gates and a budget that a full batch exceeds."""
+    return echo_engine(target, head, max_num_batched_tokens=4096)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention in vLLM's CPU backend: causal rows stay on vLLM's kernel, rows of
+branching trees go to ours, each row to exactly one of them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_echo import ops
+from vllm_echo.tree import SuperTree
+
+
+@dataclass
+class TreeRows:
+    """Rows that attend through an ancestor mask: M rows of P requests."""
+
+    rows: torch.Tensor | None
+    """[M] int64 into the step's rows; None when they are all of its rows, in order."""
+    cu_rows: torch.Tensor
+    """[P + 1] int32."""
+    context_lens: torch.Tensor
+    """[P] int32, leading KV slots that every row attends to."""
+    ancestors: torch.Tensor
+    """[M, W] int64, bit j: KV slot context_len + j."""
+    block_table: torch.Tensor
+    """[P, B] int32."""
+
+
+@dataclass
+class EchoAttentionMetadata(CPUAttentionMetadata):
+    """A step in which some rows are tree rows. ``causal_part`` covers the others."""
+
+    tree: TreeRows | None = None
+    causal_rows: torch.Tensor | None = None
+    """[C] int64 into the step's rows."""
+    causal_part: CPUAttentionMetadata | None = None
+
+
+class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
+    """Sends tree rows to ``ops.tree_attention`` and leaves the rest to vLLM."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if attn_metadata.causal_part is not None:
+            rows = attn_metadata.causal_rows
+            part = torch.empty_like(output[: rows.shape[0]])
+            super().forward(layer, query[rows], key, value, kv_cache, attn_metadata.causal_part, part)
+            output[rows] = part
+        self._attend_tree(query, kv_cache, tree, output)
+        return output
+
+    def _attend_tree(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
+    ) -> None:
+        key_cache, value_cache = split_kv_cache(kv_cache)
+        num_rows = tree.ancestors.shape[0]
+        part = output[:num_rows] if tree.rows is None else torch.empty_like(output[:num_rows])
+        ops.tree_attention(
+            query[:num_rows] if tree.rows is None else query[tree.rows],
+            key_cache,
+            value_cache,
+            tree.block_table,
+            tree.cu_rows,
+            tree.context_lens,
+            tree.ancestors,
+            self.scale,
+            self.logits_soft_cap,
+            part,
+        )
+        if tree.rows is not None:
+            output[tree.rows] = part
+
+
+def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, kv heads, block, 2 * head] -> the key and value views that kernels take."""
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    key_cache, value_cache = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    return key_cache, value_cache
+
+
+class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's builder, plus the super-tree that the runner lays here before a step."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.super_tree: SuperTree | None = None
+        if self.isa not in ("vec", "vec16"):
+            # Other instruction sets pack the cache differently; ours reads these two.
+            self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
+            self._set_isa_to_layers(layer_names)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        tree = self.super_tree
+        if tree is None or bool(tree.is_chain.all()):
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._build_mixed(common_attn_metadata, tree)
+
+    def _build_mixed(self, common: CommonAttentionMetadata, tree: SuperTree) -> EchoAttentionMetadata:
+        branching = ~tree.is_chain
+        owner = torch.repeat_interleave(common.query_start_loc.diff().long())
+        tree_rows = branching[owner].nonzero().flatten()
+        causal_rows = tree.is_chain[owner].nonzero().flatten()
+        causal_part = None
+        if causal_rows.numel():
+            causal_part = super().build(0, _only_requests(common, tree.is_chain))
+        requests = branching.nonzero().flatten()
+        lens = tree.cu_rows.diff()
+        tree_owner = torch.repeat_interleave(lens.long())
+        return EchoAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            tree=TreeRows(
+                rows=tree_rows if causal_part is not None else None,
+                cu_rows=_prefix_sums(lens[requests]),
+                context_lens=(common.seq_lens - lens)[requests],
+                ancestors=tree.ancestors[branching[tree_owner]],
+                block_table=common.block_table_tensor[requests],
+            ),
+            causal_rows=causal_rows,
+            causal_part=causal_part,
+        )
+
+
+def _prefix_sums(lens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _only_requests(common: CommonAttentionMetadata, keep: torch.Tensor) -> CommonAttentionMetadata:
+    """The metadata of the requests in ``keep`` [R] bool, their rows moved together."""
+    requests = keep.nonzero().flatten()
+    lens = common.query_start_loc.diff()[requests]
+    cu_rows = _prefix_sums(lens)
+    return replace(
+        common,
+        query_start_loc=cu_rows,
+        query_start_loc_cpu=cu_rows,
+        seq_lens=common.seq_lens[requests],
+        num_reqs=requests.shape[0],
+        num_actual_tokens=int(cu_rows[-1]),
+        max_query_len=int(lens.max()),
+        block_table_tensor=common.block_table_tensor[requests],
+    )
+
+
+class EchoCPUAttentionBackend(CPUAttentionBackend):
+    """Registered in CPU_ATTN's place by the echo worker, in its own process only."""
+
+    @staticmethod
+    def get_impl_cls() -> type[EchoCPUAttentionImpl]:
+        return EchoCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EchoCPUAttentionMetadataBuilder]:
+        return EchoCPUAttentionMetadataBuilder

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The EAGLE-3 head on the V1 runner: the catch-up pass, and one forward per draft layer."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from vllm_echo.draft import Frontier
+from vllm_echo.errors import EchoError
+from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
+
+
+@dataclass
+class CatchUpRows:
+    """The target rows that this step made final: M rows of R requests, path-ordered.
+
+    Draft position p holds the target's hidden state at p and the token at p + 1.
+    """
+
+    token_ids: torch.Tensor
+    """[M] int32, the token after each row."""
+    positions: torch.Tensor
+    """[M] int64, linear again."""
+    hidden_states: torch.Tensor
+    """[M, A * H], the auxiliary hidden states side by side."""
+    cu_rows: torch.Tensor
+    """[R + 1] int32."""
+    block_table: torch.Tensor
+    """[R, B] int32."""
+
+
+class EchoDrafter(EagleProposer):
+    """Loads and runs the head. What to draft is the pipeline's business."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: object):
+        super().__init__(vllm_config, device, runner)
+        self._target_ids: torch.Tensor | None = None
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        super().load_model(target_model)
+        offsets = self.model.draft_id_to_target_id
+        if offsets is not None:
+            self._target_ids = torch.arange(offsets.shape[0]) + offsets
+            if self._target_ids.unique().shape[0] != self._target_ids.shape[0]:
+                raise EchoError(
+                    f"speculative_config.model: {self.speculative_config.model}: its d2t maps "
+                    "several draft tokens to one target token; siblings must be distinct. "
+                    "Use a head with a one-to-one d2t."
+                )
+
+    def slot_mapping(self, block_table: torch.Tensor, owner: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[M] int64 cache slots of logical ``slots`` [M] of the requests ``owner`` [M]."""
+        blocks = block_table[owner, torch.div(slots, self.block_size, rounding_mode="floor")]
+        return blocks.long() * self.block_size + slots % self.block_size
+
+    def catch_up(self, rows: CatchUpRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the draft KV of final rows; returns (for logits, for feedback) hidden
+        states at every request's last row, [R, H] each."""
+        lens = rows.cu_rows.diff()
+        owner = torch.repeat_interleave(lens.long())
+        last = rows.cu_rows[1:].long() - 1
+        seq_lens = (rows.positions[last] + 1).to(torch.int32)
+        slots = self.slot_mapping(rows.block_table, owner, rows.positions)
+        _, metadata = self.build_per_group_and_layer_attn_metadata(
+            CommonAttentionMetadata(
+                query_start_loc=rows.cu_rows,
+                query_start_loc_cpu=rows.cu_rows,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=seq_lens,
+                num_reqs=lens.shape[0],
+                num_actual_tokens=owner.shape[0],
+                max_query_len=int(lens.max()),
+                max_seq_len=int(seq_lens.max()),
+                block_table_tensor=rows.block_table,
+                slot_mapping=slots,
+                causal=True,
+            )
+        )
+        hidden = self.model.combine_hidden_states(rows.hidden_states)
+        for_logits, for_feedback = self._forward(rows.token_ids, rows.positions, hidden, metadata, slots)
+        return for_logits[last], for_feedback[last]
+
+    def expand_layer(
+        self, frontier: Frontier, hidden: torch.Tensor, root_positions: torch.Tensor, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the frontier's nodes; ``hidden`` [A * F, H] is their parents'. Draft slots
+        follow the root's. Returns hidden states as ``catch_up`` does, [A * F, H] each."""
+        num_requests, width = frontier.tokens.shape
+        roots = root_positions[frontier.requests]
+        tables = block_table[frontier.requests]
+        owner = torch.repeat_interleave(torch.arange(num_requests), width)
+        node_slots = roots[:, None] + 1 + frontier.first_slot + torch.arange(width)
+        slots = self.slot_mapping(tables, owner, node_slots.flatten())
+        metadata = self._tree_metadata(frontier, roots, tables, slots)
+        positions = (roots + frontier.depth).repeat_interleave(width)
+        return self._forward(frontier.tokens.flatten(), positions, hidden, metadata, slots)
+
+    def _tree_metadata(
+        self, frontier: Frontier, roots: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor
+    ) -> dict[str, EchoAttentionMetadata]:
+        num_requests, width = frontier.tokens.shape
+        cu_rows = torch.arange(num_requests + 1, dtype=torch.int32) * width
+        context_lens = (roots + 1).to(torch.int32)
+        metadata = EchoAttentionMetadata(
+            num_actual_tokens=num_requests * width,
+            max_query_len=width,
+            query_start_loc=cu_rows,
+            max_seq_len=int(context_lens.max()) + frontier.first_slot + width,
+            seq_lens=context_lens,
+            block_table=tables,
+            slot_mapping=slots,
+            scheduler_metadata=None,
+            tree=TreeRows(None, cu_rows, context_lens, frontier.ancestors.flatten(0, 1), tables),
+        )
+        return dict.fromkeys(self._draft_attn_layer_names, metadata)
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        metadata: dict[str, object],
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=token_ids.shape[0],
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
+        ):
+            return self.model(input_ids=token_ids, positions=positions, hidden_states=hidden)
+
+    def top_children(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[M, H] -> the ``width`` likeliest next tokens (target ids) and their
+        log-probabilities over the draft vocabulary, [M, width] each."""
+        # The model's own compute_logits spreads draft logits over the target's vocabulary.
+        logits = self.model.logits_processor(self.model.lm_head, hidden)
+        log_probs, draft_ids = logits.float().log_softmax(dim=-1).topk(width, dim=-1)
+        tokens = draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+        return tokens.to(torch.int32), log_probs
+
+
+class EagleDraftHead:
+    """``vllm_echo.draft.DraftHead`` for one step, over R requests being drafted for."""
+
+    def __init__(
+        self,
+        drafter: EchoDrafter,
+        for_logits: torch.Tensor,
+        for_feedback: torch.Tensor,
+        root_positions: torch.Tensor,
+        block_table: torch.Tensor,
+    ):
+        self._drafter = drafter
+        self._for_logits = for_logits
+        self._for_feedback = for_feedback
+        self._root_positions = root_positions
+        self._block_table = block_table
+
+    def expand_roots(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._drafter.top_children(self._for_logits, width)
+
+    def expand(self, frontier: Frontier, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parents = self._for_feedback[frontier.parent_rows.flatten()]
+        for_logits, self._for_feedback = self._drafter.expand_layer(
+            frontier, parents, self._root_positions, self._block_table
+        )
+        tokens, log_probs = self._drafter.top_children(for_logits, width)
+        shape = (*frontier.tokens.shape, width)
+        return tokens.view(shape), log_probs.view(shape)

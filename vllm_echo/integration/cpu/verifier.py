@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance with vLLM's own sampler: each visited row is sampled exactly as plain
+decoding would sample it, with the history that its own path gives it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_echo.accept import accept_given, walk_paths
+from vllm_echo.tree import AcceptedPaths, SuperTree
+
+
+@dataclass
+class StepInputs:
+    """What a step's acceptance needs beside logits; laid down by the runner."""
+
+    tree: SuperTree
+    histories: Sequence[list[int]]
+    """Output tokens per request: the live lists that penalties and processors read."""
+    discarded: torch.Tensor
+    """[R] bool, prefill goes on: the sample is thrown away and must draw no randomness."""
+
+
+class TreeVerifier(torch.nn.Module):
+    """Stands where vLLM keeps its rejection sampler, with the same call."""
+
+    def __init__(self, sampler: Sampler):
+        super().__init__()
+        self.sampler = sampler
+        self.step: StepInputs | None = None
+        self.paths: AcceptedPaths | None = None
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """``logits`` [T, V]: roots and nodes, request-major. Leaves the accepted paths in
+        ``self.paths``. Without a step from the runner (warm-up) drafts are chains."""
+        step = self.step or _warm_up_step(metadata)
+        self.step = None
+        if _is_argmax_only(sampling_metadata):
+            # Ties go to the lowest id here as in vLLM's sampler, and bf16 to fp32 keeps order.
+            self.paths = accept_given(step.tree, self.sampler.greedy_sample(logits.float()))
+            return SamplerOutput(sampled_token_ids=self.paths.tokens, logprobs_tensors=None)
+        walk = _SamplerWalk(self.sampler, sampling_metadata, step, logits)
+        with walk:
+            self.paths = walk_paths(step.tree, walk.sample)
+        return SamplerOutput(self.paths.tokens, walk.logprobs(self.paths))
+
+
+class _SamplerWalk:
+    """Calls vLLM's sampler level by level for the requests that still walk."""
+
+    def __init__(self, sampler: Sampler, metadata: SamplingMetadata, step: StepInputs, logits: torch.Tensor):
+        self._sampler = sampler
+        self._metadata = metadata
+        self._step = step
+        self._logits = logits
+        self._root_rows = step.tree.cu_rows[:-1].long()
+        self._keep_batch = _processors_active(metadata.logitsprocs)
+        self._discarded = set(step.discarded.nonzero().flatten().tolist())
+        self._lengths = [len(history) for history in step.histories] if step.histories else []
+        self._levels: list[tuple[torch.Tensor, LogprobsTensors | None]] = []
+
+    def __enter__(self) -> "_SamplerWalk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The runner appends the accepted tokens itself once the step's books are made up.
+        for history, length in zip(self._step.histories, self._lengths, strict=True):
+            del history[length:]
+
+    def sample(self, requests: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``vllm_echo.accept.SampleRows``: one draw for each request in ``requests``."""
+        first = not self._levels
+        if first:
+            output = self._sampler(
+                self._logits[rows], self._with_generators(lambda request: request not in self._discarded)
+            )
+        elif self._keep_batch:
+            output = self._sample_in_batch(requests, rows)
+        else:
+            output = self._sampler(self._logits[rows], select_requests(self._metadata, requests.tolist()))
+        self._levels.append((requests, output.logprobs_tensors))
+        tokens = output.sampled_token_ids.flatten()
+        self._extend_histories(requests.tolist(), tokens.tolist())
+        return tokens
+
+    def _extend_histories(self, requests: list[int], tokens: list[int]) -> None:
+        if not self._step.histories:
+            return
+        for request, token in zip(requests, tokens, strict=True):
+            if request not in self._discarded:
+                self._step.histories[request].append(token)
+
+    def _with_generators(self, keep: Callable[[int], bool]) -> SamplingMetadata:
+        generators = {r: g for r, g in self._metadata.generators.items() if keep(r)}
+        return replace(self._metadata, generators=generators)
+
+    def _sample_in_batch(self, requests: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
+        """Logits processors keep state by batch row, so every row takes part; the rows of
+        requests that have stopped are sampled from their root again and ignored."""
+        for processor in self._metadata.logitsprocs.all:
+            processor.update_state(None)
+        all_rows = self._root_rows.clone()
+        all_rows[requests] = rows
+        walking = set(requests.tolist())
+        metadata = self._with_generators(walking.__contains__)
+        # A request with a thinking budget is never drafted for, so it walked at its root only.
+        metadata = replace(metadata, thinking_budget_state_holder=None)
+        output = self._sampler(self._logits[all_rows], metadata)
+        return SamplerOutput(
+            output.sampled_token_ids[requests], _rows_of(output.logprobs_tensors, requests)
+        )
+
+    def logprobs(self, paths: AcceptedPaths) -> LogprobsTensors | None:
+        """Log-probabilities by path: [R * (L + 1)] rows, request-major, as vLLM's
+        ``parse_output`` reads them; rows of padding are never looked at."""
+        if self._levels[0][1] is None:
+            return None
+        num_requests, num_columns = paths.tokens.shape
+        fields = []
+        for name in LogprobsTensors._fields:
+            first = getattr(self._levels[0][1], name)
+            if first is None or first.numel() == 0:
+                fields.append(first)
+                continue
+            full = first.new_zeros(num_requests, num_columns, *first.shape[1:])
+            for column, (requests, level) in enumerate(self._levels):
+                full[requests, column] = getattr(level, name)
+            fields.append(full.flatten(0, 1))
+        return LogprobsTensors(*fields)
+
+
+def _rows_of(tensors: LogprobsTensors | None, rows: torch.Tensor) -> LogprobsTensors | None:
+    if tensors is None:
+        return None
+    return LogprobsTensors(*(t if t is None or t.numel() == 0 else t[rows] for t in tensors))
+
+
+def _warm_up_step(metadata: SpecDecodeMetadata) -> StepInputs:
+    from vllm_echo.pack import pack_trees
+    from vllm_echo.tree import DraftTrees
+
+    counts = torch.tensor(metadata.num_draft_tokens, dtype=torch.int32)
+    width = int(counts.max())
+    index = torch.arange(width, dtype=torch.int32).expand(len(counts), -1)
+    tokens = torch.zeros_like(index)
+    tokens[index < counts[:, None]] = metadata.draft_token_ids.to(torch.int32)
+    chains = DraftTrees(tokens, index - 1, index + 1, counts)
+    return StepInputs(pack_trees(chains), [], torch.zeros(len(counts), dtype=torch.bool))
+
+
+def _is_argmax_only(metadata: SamplingMetadata) -> bool:
+    """Plain greedy, nothing that reads or changes logits on the way."""
+    return (
+        metadata.all_greedy
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and not _processors_active(metadata.logitsprocs)
+        and not _budget_active(metadata)
+    )
+
+
+def _budget_active(metadata: SamplingMetadata) -> bool:
+    holder = metadata.thinking_budget_state_holder
+    return holder is not None and holder.has_tracked_requests()
+
+
+def _processors_active(processors: LogitsProcessors) -> bool:
+    """Whether any logits processor would touch this batch (custom ones always may)."""
+    for processor in processors.all:
+        if isinstance(processor, MinPLogitsProcessor):
+            active = processor.min_p_count > 0
+        elif isinstance(processor, LogitBiasLogitsProcessor):
+            active = bool(processor.biases)
+        elif isinstance(processor, MinTokensLogitsProcessor):
+            active = bool(processor.min_toks)
+        else:
+            active = True
+        if active:
+            return True
+    return False
+
+
+def select_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
+    """The metadata of some requests of a batch, for a batch without logits processors."""
+
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[requests]
+
+    def renumbered(by_request: dict) -> dict:
+        return {i: by_request[r] for i, r in enumerate(requests) if r in by_request}
+
+    def items(values: list | None) -> list | None:
+        return [values[r] for r in requests] if values else values
+
+    return replace(
+        metadata,
+        temperature=rows(metadata.temperature),
+        top_p=rows(metadata.top_p),
+        top_k=rows(metadata.top_k),
+        generators=renumbered(metadata.generators),
+        prompt_token_ids=rows(metadata.prompt_token_ids),
+        frequency_penalties=rows(metadata.frequency_penalties),
+        presence_penalties=rows(metadata.presence_penalties),
+        repetition_penalties=rows(metadata.repetition_penalties),
+        output_token_ids=items(metadata.output_token_ids),
+        allowed_token_ids_mask=rows(metadata.allowed_token_ids_mask),
+        bad_words_token_ids=renumbered(metadata.bad_words_token_ids),
+        logprob_token_ids=renumbered(metadata.logprob_token_ids or {}) or None,
+        spec_token_ids=items(metadata.spec_token_ids),
+        logitsprocs=LogitsProcessors(),
+        thinking_budget_state_holder=None,
+    )
