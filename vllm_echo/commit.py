@@ -15,7 +15,9 @@ from vllm_echo.tree import AcceptedPaths
 
 def needs_commit(paths: AcceptedPaths) -> bool:
     """False when every accepted path lies where it belongs already."""
-    linear = torch.arange(1, paths.rows.shape[1] + 1, dtype=paths.rows.dtype, device=paths.rows.device)
+    linear = torch.arange(
+        1, paths.rows.shape[1] + 1, dtype=paths.rows.dtype, device=paths.rows.device
+    )
     return bool(((paths.rows != linear) & (paths.rows >= 0)).any())
 
 

@@ -18,7 +18,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
 HEAD_FILES = ("config.json", "model.safetensors")
 # A model of 135 M parameters on a CPU leaves the memory-bound regime at 4 to 8 tokens a step, so
-# its budget is small; docs/ has the measurements.
+# its budget is small.
 DEMO_OPTIONS: dict[str, Any] = {
     "num_speculative_tokens": 4,
     "echo": {"k_max": 8, "max_depth": 4, "target_depth": 3, "top_k": 3},

@@ -119,7 +119,9 @@ def _check_serving() -> list[Check]:
     try:
         serving = probe.probe_serving()
     except ImportError as error:
-        return [Check("platform", False, f"vLLM cannot be imported ({error})", "run `make` again")]
+        return [
+            Check("platform", False, f"vLLM cannot be imported ({error})", "run scripts/install.sh")
+        ]
     detail = f"{serving.platform}, {serving.architecture}"
     if serving.problem:
         return [Check("platform", False, detail, serving.problem)]

@@ -74,7 +74,9 @@ class _Layer:
     first_column: int
 
 
-def grow_trees(head: DraftHead, batch: DraftBatch, policy: Policy, budget: int) -> tuple[CandidateTrees, int]:
+def grow_trees(
+    head: DraftHead, batch: DraftBatch, policy: Policy, budget: int
+) -> tuple[CandidateTrees, int]:
     """Draft for all requests; returns the candidates and the budget that phase 1 left.
 
     ``budget`` is K_max, nodes of the whole step. Fixed-shape policies spend nothing here.
@@ -87,6 +89,7 @@ def grow_trees(head: DraftHead, batch: DraftBatch, policy: Policy, budget: int) 
     frontier: Frontier | None = None
     for depth in range(policy.max_depth):
         confidence = layer_confidence(layer.scores)
+        active = active & (layer.scores > -torch.inf).any(dim=1)
         passed = active & policy.gates.passes(depth, confidence)
         truncated |= active & ~passed
         active = passed
@@ -94,7 +97,7 @@ def grow_trees(head: DraftHead, batch: DraftBatch, policy: Policy, budget: int) 
             active = grant_layer(confidence, passed & (num_layers < batch.max_nodes), budget)
             num_layers += active.to(num_layers.dtype)
             budget -= int(active.sum())
-        active = active & batch.can_expand
+        active = active & batch.can_expand & (depth + 1 < batch.max_nodes)
         exhausted = policy.elastic and budget <= 0
         if depth + 1 == policy.max_depth or exhausted or not bool(active.any()):
             break
@@ -108,14 +111,16 @@ def _first_layer(head: DraftHead, batch: DraftBatch, policy: Policy) -> _Layer:
     tokens, scores = head.expand_roots(policy.top_k)
     scores = _only_first_child(scores, batch.chain_only)
     scores = torch.where((batch.max_nodes > 0)[:, None], scores, -torch.inf)
-    return _Layer(tokens.to(torch.int32), torch.full_like(tokens, ROOT, dtype=torch.int32), scores, 0)
+    return _Layer(
+        tokens.to(torch.int32), torch.full_like(tokens, ROOT, dtype=torch.int32), scores, 0
+    )
 
 
 def _only_first_child(log_probs: torch.Tensor, chain_only: torch.Tensor) -> torch.Tensor:
     """Forbid all children but the most likely, last dimension, where ``chain_only`` [A]."""
     forbidden = chain_only.view(-1, *[1] * (log_probs.dim() - 1)).expand(log_probs.shape).clone()
     forbidden[..., 0] = False
-    return log_probs.masked_fill(forbidden, -torch.inf)
+    return log_probs.masked_fill(forbidden | log_probs.isnan(), -torch.inf)
 
 
 def _next_frontier(
@@ -130,7 +135,9 @@ def _next_frontier(
     words = num_words(policy.num_draft_slots)
     if previous is None:
         parent_rows = requests[:, None].expand(-1, width)
-        ancestors = torch.zeros(requests.shape[0], width, words, dtype=torch.int64, device=columns.device)
+        ancestors = torch.zeros(
+            requests.shape[0], width, words, dtype=torch.int64, device=columns.device
+        )
     else:
         parent_node = torch.div(columns, policy.top_k, rounding_mode="floor")
         row_of_request = torch.searchsorted(previous.requests, requests)
@@ -170,7 +177,9 @@ def _next_layer(
     return grown
 
 
-def _candidates(layers: list[_Layer], num_layers: torch.Tensor, truncated: torch.Tensor) -> CandidateTrees:
+def _candidates(
+    layers: list[_Layer], num_layers: torch.Tensor, truncated: torch.Tensor
+) -> CandidateTrees:
     scores = torch.cat([layer.scores for layer in layers], dim=1)
     depths = [torch.full_like(layer.tokens, depth) for depth, layer in enumerate(layers, start=1)]
     return CandidateTrees(

@@ -21,10 +21,10 @@ def pack_trees(trees: DraftTrees) -> SuperTree:
     owner = torch.repeat_interleave(torch.arange(num_requests, device=device), rows_per_request)
     local = torch.arange(owner.shape[0], device=device) - cu_rows[owner].long()
     is_root = local == 0
-    node = (local - 1).clamp(min=0)
-    tokens = torch.where(is_root, -1, trees.tokens[owner, node])
-    parents = torch.where(is_root, -1, trees.parents[owner, node] - ROOT)
-    depths = torch.where(is_root, 0, trees.depths[owner, node])
+    used = torch.arange(trees.tokens.shape[1], device=device) < trees.num_nodes[:, None]
+    tokens = _rows(is_root, trees.tokens[used], -1)
+    parents = _rows(is_root, trees.parents[used] - ROOT, -1)
+    depths = _rows(is_root, trees.depths[used], 0)
     return SuperTree(
         cu_rows=cu_rows,
         tokens=tokens,
@@ -32,6 +32,13 @@ def pack_trees(trees: DraftTrees) -> SuperTree:
         depths=depths,
         ancestors=_ancestor_bits(local, parents, cu_rows[owner].long(), depths),
         is_chain=_chains(parents, local, owner, num_requests),
+    )
+
+
+def _rows(is_root: torch.Tensor, of_nodes: torch.Tensor, of_root: int) -> torch.Tensor:
+    """[T]: ``of_root`` at roots, the nodes' values in order at the other rows."""
+    return torch.full_like(is_root, of_root, dtype=of_nodes.dtype).masked_scatter_(
+        ~is_root, of_nodes
     )
 
 
@@ -53,6 +60,13 @@ def _ancestor_bits(
     return bits
 
 
-def _chains(parents: torch.Tensor, local: torch.Tensor, owner: torch.Tensor, num_requests: int) -> torch.Tensor:
+def _chains(
+    parents: torch.Tensor, local: torch.Tensor, owner: torch.Tensor, num_requests: int
+) -> torch.Tensor:
     branches = (parents != local - 1).to(torch.int32)
-    return torch.zeros(num_requests, dtype=torch.int32, device=owner.device).index_add_(0, owner, branches) == 0
+    return (
+        torch.zeros(num_requests, dtype=torch.int32, device=owner.device).index_add_(
+            0, owner, branches
+        )
+        == 0
+    )

@@ -41,13 +41,17 @@ class EchoPipeline:
         self.table.write(slots, trees)
         return trees
 
-    def _spend(self, candidates: CandidateTrees, max_nodes: torch.Tensor, budget: int) -> torch.Tensor:
+    def _spend(
+        self, candidates: CandidateTrees, max_nodes: torch.Tensor, budget: int
+    ) -> torch.Tensor:
         """[R] int32 nodes per request."""
         if self.policy.elastic:
             return grant_width(candidates, candidates.num_layers, max_nodes, budget)
         drafted = candidates.scores.isfinite().sum(dim=1).to(max_nodes.dtype)
         return share_evenly(torch.minimum(drafted, max_nodes), budget)
 
-    def pack_step(self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor) -> SuperTree:
+    def pack_step(
+        self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor
+    ) -> SuperTree:
         """The super-tree of what the engine scheduled: ``TreeTable.read``, packed."""
         return pack_trees(self.table.read(slots, scheduled, num_scheduled))

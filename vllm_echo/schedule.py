@@ -29,7 +29,9 @@ def grant_layer(confidence: torch.Tensor, wants: torch.Tensor, budget: int) -> t
     return granted & wants
 
 
-def grant_width(trees: CandidateTrees, granted: torch.Tensor, caps: torch.Tensor, budget: int) -> torch.Tensor:
+def grant_width(
+    trees: CandidateTrees, granted: torch.Tensor, caps: torch.Tensor, budget: int
+) -> torch.Tensor:
     """[R] int32: nodes per request after what is left of the budget is spent on width.
 
     ``granted`` [R] int32 nodes from phase 1, ``caps`` [R] int32 most nodes a request may
@@ -66,7 +68,9 @@ def share_evenly(wanted: torch.Tensor, budget: int) -> torch.Tensor:
             break
         step = max(1, budget // open_requests.numel())
         served = open_requests[:budget]
-        given = torch.minimum(wanted[served] - counts[served], torch.full_like(served, step, dtype=wanted.dtype))
+        given = torch.minimum(
+            wanted[served] - counts[served], torch.full_like(served, step, dtype=wanted.dtype)
+        )
         counts[served] += given
         budget -= int(given.sum())
     return counts
@@ -80,7 +84,9 @@ def take_best(trees: CandidateTrees, counts: torch.Tensor, max_nodes: int) -> Dr
     """
     width = min(max_nodes, trees.scores.shape[1])
     order = trees.scores.argsort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    place = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     taken = order[:, :width]
     old_parents = trees.parents.gather(1, taken)
     new_parents = place.gather(1, old_parents.clamp(min=0).long()).to(torch.int32)

@@ -162,7 +162,9 @@ class TreeTable:
         """Forget the trees of ``slots`` [R] int64."""
         self.num_nodes[slots] = 0
 
-    def read(self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor) -> DraftTrees:
+    def read(
+        self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor
+    ) -> DraftTrees:
         """The first ``num_scheduled`` nodes of each slot, for verification.
 
         ``scheduled`` [R, N] int32 holds the tokens that the engine really scheduled. Where

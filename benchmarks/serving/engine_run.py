@@ -70,7 +70,9 @@ def question_of(line: dict) -> str:
     for key in ("prompt", "question", "turns", "text"):
         if key in line:
             return line[key][0] if isinstance(line[key], list) else line[key]
-    raise ValueError(f"a prompt line needs one of prompt, question, turns, text; it has {sorted(line)}")
+    raise ValueError(
+        f"a prompt line needs one of prompt, question, turns, text; it has {sorted(line)}"
+    )
 
 
 def measure(llm, prompts: list[list[int]], concurrency: int, output_tokens: int) -> dict:

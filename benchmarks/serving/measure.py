@@ -23,8 +23,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, default=REPOSITORY / "vllm_echo" / "demo" / "prompts.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=REPOSITORY / "vllm_echo" / "demo" / "prompts.jsonl"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--eagle3-tokens", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=2)
@@ -52,7 +56,11 @@ def prepare_demo() -> dict:
 
 def engine_configs(demo: dict, eagle3_tokens: list[int]) -> dict[str, dict | None]:
     eagle3 = {
-        f"eagle3, K = {k}": {"method": "eagle3", "model": demo["draft"], "num_speculative_tokens": k}
+        f"eagle3, K = {k}": {
+            "method": "eagle3",
+            "model": demo["draft"],
+            "num_speculative_tokens": k,
+        }
         for k in eagle3_tokens
     }
     echo = json.loads(Path(demo["speculative_config"]).read_text())
@@ -69,7 +77,9 @@ def run_engine(model: str, config: dict | None, args: argparse.Namespace) -> dic
         command += ["--concurrency", *map(str, args.concurrency)]
         if config is not None:
             command += ["--speculative-config", json.dumps(config)]
-        subprocess.run(command, check=True, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL
+        )
         return json.loads(output.read_text())
 
 
@@ -89,7 +99,11 @@ def provenance(args: argparse.Namespace) -> dict:
 
 def table(rounds: dict[str, list[dict]], concurrency: list[int]) -> str:
     """Markdown: medians of tokens per second, the ratio to no speculation, accepted length."""
-    header = "| tokens/s (ratio, accepted length) | " + " | ".join(f"c = {c}" for c in concurrency) + " |"
+    header = (
+        "| tokens/s (ratio, accepted length) | "
+        + " | ".join(f"c = {c}" for c in concurrency)
+        + " |"
+    )
     lines = [header, "|---" * (len(concurrency) + 1) + "|"]
     for name, results in rounds.items():
         cells = [cell(results, rounds["no speculation"], str(c)) for c in concurrency]

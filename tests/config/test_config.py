@@ -2,6 +2,7 @@
 """What a correct configuration means: defaults, adaption, round trips, passing through."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,10 @@ def test_inline_file_and_dict_are_the_same(tmp_path: Path) -> None:
 def test_other_methods_keep_jsons_rule_for_duplicates() -> None:
     text = '{"method": "ngram", "method": "ngram", "num_speculative_tokens": 2}'
     assert parse_speculative_config(text) == json.loads(text)
+
+
+def test_the_readmes_example_spells_out_the_defaults() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = re.search(r'^ {4}\{"method": "echo",\n.*?\n\n', readme, flags=re.M | re.S)
+    assert example is not None
+    assert EchoConfig.from_speculative_config(json.loads(example[0])) == EchoConfig()

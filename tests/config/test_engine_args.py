@@ -21,7 +21,11 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_log
 from vllm_echo.config import EchoConfig
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.compat import ECHO_CPU_WORKER, STOCK_CPU_WORKER
-from vllm_echo.integration.doors import is_echo
+from vllm_echo.integration.doors import (
+    is_echo,
+    load_speculative_config,
+    normalise_speculative_config,
+)
 
 pytestmark = pytest.mark.timeout(300)  # the first look at an architecture takes vLLM ten seconds
 
@@ -178,6 +182,13 @@ def test_other_methods_get_the_configuration_that_vllm_would_build(
     names = [name for name in vars(alone) if name not in (*plain, "draft_parallel_config")]
     assert {n: getattr(built, n) for n in names} == {n: getattr(alone, n) for n in names}
     assert config.parallel_config.worker_cls == STOCK_CPU_WORKER
+
+
+def test_a_method_changed_on_the_way_does_not_drop_echo_silently() -> None:
+    """vLLM takes the method from the checkpoint when a speculators checkpoint is served."""
+    loaded = load_speculative_config({"method": "echo", "model": "head"}) | {"method": "eagle3"}
+    with pytest.raises(EchoConfigError, match='method: is "eagle3"'):
+        normalise_speculative_config(loaded, None)
 
 
 def test_without_speculation_nothing_of_ours_is_there(target: Path) -> None:

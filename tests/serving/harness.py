@@ -96,13 +96,17 @@ class Engine:
     ) -> list[RequestOutput]:
         outputs = []
         for first in range(0, len(prompts), batch):
-            outputs += self.generate(prompts[first : first + batch], list(params[first : first + batch]))
+            outputs += self.generate(
+                prompts[first : first + batch], list(params[first : first + batch])
+            )
         return outputs
 
     def num_free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def follow(self, truths: dict[tuple[int, ...], list[int]], hit_rate: float = 0.8, seed: int = 0) -> None:
+    def follow(
+        self, truths: dict[tuple[int, ...], list[int]], hit_rate: float = 0.8, seed: int = 0
+    ) -> None:
         """Replace the head by an oracle that knows ``truths``: prompt -> output tokens."""
         runner = self.runner
         gen = torch.Generator().manual_seed(seed)
@@ -123,7 +127,7 @@ class Engine:
         plain_forward = type(verifier).forward
 
         def forward(*args, **kwargs):
-            step = verifier.step
+            step = verifier._step
             output = plain_forward(verifier, *args, **kwargs)
             if step is not None:
                 self.record.add_step(step.tree, verifier.paths)
@@ -138,12 +142,21 @@ def plain_engine(target: Path, **options) -> Engine:
     # An engine that is collected takes the process's parallel groups with it: not while the
     # next one is being built on them.
     gc.collect()
-    return Engine(LLM(model=str(target), skip_tokenizer_init=True, **{**ENGINE_DEFAULTS, **options}))
+    return Engine(
+        LLM(model=str(target), skip_tokenizer_init=True, **{**ENGINE_DEFAULTS, **options})
+    )
 
 
-def echo_engine(target: Path, head: Path, num_nodes: int = 8, echo: dict | None = None, **options) -> Engine:
+def echo_engine(
+    target: Path, head: Path, num_nodes: int = 8, echo: dict | None = None, **options
+) -> Engine:
     """Decoding with echo, watched."""
-    config = {"method": "echo", "model": str(head), "num_speculative_tokens": num_nodes, "echo": echo or {}}
+    config = {
+        "method": "echo",
+        "model": str(head),
+        "num_speculative_tokens": num_nodes,
+        "echo": echo or {},
+    }
     engine = plain_engine(target, speculative_config=config, **options)
     engine.watch()
     return engine
@@ -159,7 +172,9 @@ def truths_of(outputs: Sequence[RequestOutput]) -> dict[tuple[int, ...], list[in
     return {tuple(o.prompt_token_ids): list(o.outputs[0].token_ids) for o in outputs}
 
 
-def random_prompts(count: int, seed: int = 0, shortest: int = 3, longest: int = 120) -> list[list[int]]:
+def random_prompts(
+    count: int, seed: int = 0, shortest: int = 3, longest: int = 120
+) -> list[list[int]]:
     """Prompts of different lengths from a tiny vocabulary's ordinary tokens."""
     gen = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=gen).tolist()

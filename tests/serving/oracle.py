@@ -17,7 +17,11 @@ class OracleHead:
     """``DraftHead`` for R requests whose true continuations are known."""
 
     def __init__(
-        self, truths: Sequence[Sequence[int]], vocab_size: int, hit_rate: float, gen: torch.Generator
+        self,
+        truths: Sequence[Sequence[int]],
+        vocab_size: int,
+        hit_rate: float,
+        gen: torch.Generator,
     ):
         self._truths = truths
         self._vocab_size = vocab_size
@@ -47,7 +51,9 @@ class OracleHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``width`` distinct tokens per node, the truth at a random place on hits."""
         num_nodes = owners.shape[0]
-        tokens = torch.rand(num_nodes, self._vocab_size, generator=self._gen).argsort(dim=1)[:, :width]
+        tokens = torch.rand(num_nodes, self._vocab_size, generator=self._gen).argsort(dim=1)[
+            :, :width
+        ]
         hits = on_truth & (torch.rand(num_nodes, generator=self._gen) < self._hit_rate)
         for node in hits.nonzero().flatten().tolist():
             truth = self._truth(int(owners[node]), depth)

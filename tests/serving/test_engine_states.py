@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from vllm import SamplingParams
 
-from tests.serving.harness import ENGINE_DEFAULTS, Engine, echo_engine, plain_engine, random_prompts, token_ids, truths_of
+from tests.serving.harness import (
+    ENGINE_DEFAULTS,
+    Engine,
+    echo_engine,
+    plain_engine,
+    random_prompts,
+    token_ids,
+    truths_of,
+)
 from tests.serving.test_identity import expect_identity, greedy, seeded
 
 
@@ -35,7 +43,9 @@ def test_prefix_cache_hits_decode_the_same(target: Path, head: Path) -> None:
     # Second turn: history is prompt + what was generated, so its blocks hold decoded KV.
     turns = [
         list(o.prompt_token_ids) + list(o.outputs[0].token_ids) + tail
-        for o, tail in zip(expected, random_prompts(30, seed=13, shortest=2, longest=9), strict=True)
+        for o, tail in zip(
+            expected, random_prompts(30, seed=13, shortest=2, longest=9), strict=True
+        )
     ]
     turns = [turn + turn[-60:] for turn in turns]
     expected, actual = expect_identity(plain, echo, greedy_and_seeded(30), prompts=turns)
@@ -47,7 +57,9 @@ def test_prefix_cache_hits_decode_the_same(target: Path, head: Path) -> None:
 
 def test_preemption_with_trees_in_flight(plain: Engine, target: Path, head: Path) -> None:
     """A KV cache too small for its requests: some are thrown out and computed again."""
-    small = echo_engine(target, head, kv_cache_memory_bytes=1536 << 10, max_num_seqs=16, max_model_len=256)
+    small = echo_engine(
+        target, head, kv_cache_memory_bytes=1536 << 10, max_num_seqs=16, max_model_len=256
+    )
     prompts = random_prompts(24, seed=4, shortest=20, longest=90)
     params = [greedy() if i % 2 else seeded(i) for i in range(24)]
     for one in params:
@@ -113,7 +125,9 @@ def test_requests_join_and_abort_in_the_middle(plain: Engine, echo: Engine) -> N
 def test_ragged_batches_of_every_size(plain: Engine, echo: Engine) -> None:
     """Batch sizes 1 to 17, lengths all different: padded or neighbouring rows stay inert."""
     prompts = random_prompts(17, seed=31)
-    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(17)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(17)
+    ]
     expected = plain.generate(prompts, params)
     echo.follow(truths_of(expected))
     echo.record.clear()

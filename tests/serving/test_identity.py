@@ -27,9 +27,13 @@ def expect_identity(
     echo.record.clear()
     actual = echo.generate_in_batches(prompts, params, batch)
     different = [
-        i for i, (a, b) in enumerate(zip(token_ids(actual), token_ids(expected), strict=True)) if a != b
+        i
+        for i, (a, b) in enumerate(zip(token_ids(actual), token_ids(expected), strict=True))
+        if a != b
     ]
-    assert not different, f"{len(different)} of {len(params)} outputs differ, first: request {different[0]}"
+    assert not different, (
+        f"{len(different)} of {len(params)} outputs differ, first: request {different[0]}"
+    )
     echo.record.require_tree_acceptance()
     assert echo.record.largest_step <= echo.runner.pipeline.config.k_max
     return expected, actual
@@ -41,7 +45,8 @@ def greedy(**options) -> SamplingParams:
 
 def seeded(seed: int, **options) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 1.0, "seed": seed, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True} | options
+        **{"temperature": 1.0, "seed": seed, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        | options
     )
 
 
@@ -66,7 +71,9 @@ def test_seeded_sampling_draws_the_tokens_of_plain_decoding(
     plain: Engine, echo: Engine, batch: int, sampler: str
 ) -> None:
     """One draw per output token: a rejected node must not advance the request's stream."""
-    expect_identity(plain, echo, repeat(lambda i: seeded(i, **SAMPLERS[sampler]), NUM_PROMPTS), batch)
+    expect_identity(
+        plain, echo, repeat(lambda i: seeded(i, **SAMPLERS[sampler]), NUM_PROMPTS), batch
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,13 @@ def test_trees_around_word_and_block_boundaries(
         target,
         head,
         num_nodes,
-        {"k_max": 4 * num_nodes, "max_depth": depth, "target_depth": depth, "top_k": 12, "gates": NO_GATES},
+        {
+            "k_max": 4 * num_nodes,
+            "max_depth": depth,
+            "target_depth": depth,
+            "top_k": 12,
+            "gates": NO_GATES,
+        },
         max_num_seqs=4,
         max_num_batched_tokens=2048,
     )
@@ -87,8 +93,15 @@ def test_a_tree_of_width_one_is_the_chain(target: Path, head: Path) -> None:
 def test_no_policy_ever_exceeds_the_budget(
     plain: Engine, target: Path, head: Path, policy: str, k_max: int
 ) -> None:
-    echo = echo_engine(target, head, 8, {"policy": policy, "k_max": k_max, "gates": NO_GATES} if policy == "echo"
-                       else {"policy": policy, "k_max": k_max}, max_num_seqs=16)
+    echo = echo_engine(
+        target,
+        head,
+        8,
+        {"policy": policy, "k_max": k_max, "gates": NO_GATES}
+        if policy == "echo"
+        else {"policy": policy, "k_max": k_max},
+        max_num_seqs=16,
+    )
     expected = plain.generate(random_prompts(16), [greedy()] * 16)
     echo.follow(truths_of(expected))
     echo.record.clear()

@@ -90,7 +90,9 @@ def _block(gen: torch.Generator, prefix: str, qkv_inputs: int) -> dict[str, torc
     return {f"{prefix}{name}.weight": _normal(gen, *shape) for name, shape in shapes.items()}
 
 
-def _normal(gen: torch.Generator, rows: int, columns: int, scale: float | None = None) -> torch.Tensor:
+def _normal(
+    gen: torch.Generator, rows: int, columns: int, scale: float | None = None
+) -> torch.Tensor:
     return torch.randn(rows, columns, generator=gen) * (scale or 1.5 * columns**-0.5)
 
 

@@ -16,7 +16,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_echo import ops
+from vllm_echo.errors import EchoError
 from vllm_echo.tree import SuperTree
+
+READABLE_ISAS = ("vec", "vec16")
+"""vLLM's cache layouts that our kernels read; other instruction sets pack it differently."""
 
 
 @dataclass
@@ -36,13 +40,20 @@ class TreeRows:
 
 
 @dataclass
-class EchoAttentionMetadata(CPUAttentionMetadata):
-    """A step in which some rows are tree rows. ``causal_part`` covers the others."""
+class CausalRows:
+    """The other rows, moved together for vLLM's kernel."""
 
-    tree: TreeRows | None = None
-    causal_rows: torch.Tensor | None = None
+    rows: torch.Tensor
     """[C] int64 into the step's rows."""
-    causal_part: CPUAttentionMetadata | None = None
+    metadata: CPUAttentionMetadata
+
+
+@dataclass(kw_only=True)
+class EchoAttentionMetadata(CPUAttentionMetadata):
+    """A step in which some rows, or all, are tree rows."""
+
+    tree: TreeRows
+    causal: CausalRows | None = None
 
 
 class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -60,17 +71,24 @@ class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tree = getattr(attn_metadata, "tree", None)
-        if tree is None:
+        if not isinstance(attn_metadata, EchoAttentionMetadata):
             return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
             )
-        if attn_metadata.causal_part is not None:
-            rows = attn_metadata.causal_rows
-            part = torch.empty_like(output[: rows.shape[0]])
-            super().forward(layer, query[rows], key, value, kv_cache, attn_metadata.causal_part, part)
-            output[rows] = part
-        self._attend_tree(query, kv_cache, tree, output)
+        causal = attn_metadata.causal
+        if causal is not None:
+            part = torch.empty_like(output[: causal.rows.shape[0]])
+            super().forward(layer, query[causal.rows], key, value, kv_cache, causal.metadata, part)
+            output[causal.rows] = part
+        self._attend_tree(query, kv_cache, attn_metadata.tree, output)
         return output
 
     def _attend_tree(
@@ -95,15 +113,40 @@ class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
             output[tree.rows] = part
 
 
+def require_tree_attention(name: str, impl: object) -> None:
+    """Raise EchoError unless the layer ``name`` attends as trees need: no silent fallback."""
+    if not isinstance(impl, EchoCPUAttentionImpl):
+        raise EchoError(
+            f"layer {name} attends through {type(impl).__name__}, which knows no trees; echo "
+            "needs the CPU_ATTN backend: remove --attention-backend"
+        )
+    features = {
+        "a sliding window": impl.sliding_window != -1,
+        "ALiBi": impl.alibi_slopes is not None,
+        "attention sinks": impl.sinks is not None,
+        "an 8-bit KV cache": impl.is_fp8_kv_cache,
+    }
+    used = [feature for feature, is_used in features.items() if is_used]
+    if used:
+        raise EchoError(
+            f"layer {name} uses {' and '.join(used)}, which echo's tree attention does not "
+            "support; serve this model without echo"
+        )
+
+
 def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[blocks, kv heads, block, 2 * head] -> the key and value views that kernels take."""
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    key_cache, value_cache = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    key_cache, value_cache = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(
+        2, dim=2
+    )
     return key_cache, value_cache
 
 
 class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """vLLM's builder, plus the super-tree that the runner lays here before a step."""
+
+    isa: str
 
     def __init__(
         self,
@@ -114,8 +157,7 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.super_tree: SuperTree | None = None
-        if self.isa not in ("vec", "vec16"):
-            # Other instruction sets pack the cache differently; ours reads these two.
+        if self.isa not in READABLE_ISAS:
             self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
             self._set_isa_to_layers(layer_names)
 
@@ -130,14 +172,17 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return self._build_mixed(common_attn_metadata, tree)
 
-    def _build_mixed(self, common: CommonAttentionMetadata, tree: SuperTree) -> EchoAttentionMetadata:
+    def _build_mixed(
+        self, common: CommonAttentionMetadata, tree: SuperTree
+    ) -> EchoAttentionMetadata:
         branching = ~tree.is_chain
         owner = torch.repeat_interleave(common.query_start_loc.diff().long())
-        tree_rows = branching[owner].nonzero().flatten()
-        causal_rows = tree.is_chain[owner].nonzero().flatten()
-        causal_part = None
-        if causal_rows.numel():
-            causal_part = super().build(0, _only_requests(common, tree.is_chain))
+        causal = None
+        if bool(tree.is_chain.any()):
+            causal_rows = tree.is_chain[owner].nonzero().flatten()
+            causal = CausalRows(
+                causal_rows, super().build(0, _only_requests(common, tree.is_chain))
+            )
         requests = branching.nonzero().flatten()
         lens = tree.cu_rows.diff()
         tree_owner = torch.repeat_interleave(lens.long())
@@ -151,14 +196,13 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             tree=TreeRows(
-                rows=tree_rows if causal_part is not None else None,
+                rows=None if causal is None else branching[owner].nonzero().flatten(),
                 cu_rows=_prefix_sums(lens[requests]),
                 context_lens=(common.seq_lens - lens)[requests],
                 ancestors=tree.ancestors[branching[tree_owner]],
                 block_table=common.block_table_tensor[requests],
             ),
-            causal_rows=causal_rows,
-            causal_part=causal_part,
+            causal=causal,
         )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EAGLE-3 head on the V1 runner: the catch-up pass, and one forward per draft layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,9 @@ class EchoDrafter(EagleProposer):
                     "Use a head with a one-to-one d2t."
                 )
 
-    def slot_mapping(self, block_table: torch.Tensor, owner: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def slot_mapping(
+        self, block_table: torch.Tensor, owner: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
         """[M] int64 cache slots of logical ``slots`` [M] of the requests ``owner`` [M]."""
         blocks = block_table[owner, torch.div(slots, self.block_size, rounding_mode="floor")]
         return blocks.long() * self.block_size + slots % self.block_size
@@ -81,11 +84,17 @@ class EchoDrafter(EagleProposer):
             )
         )
         hidden = self.model.combine_hidden_states(rows.hidden_states)
-        for_logits, for_feedback = self._forward(rows.token_ids, rows.positions, hidden, metadata, slots)
+        for_logits, for_feedback = self._forward(
+            rows.token_ids, rows.positions, hidden, metadata, slots
+        )
         return for_logits[last], for_feedback[last]
 
     def expand_layer(
-        self, frontier: Frontier, hidden: torch.Tensor, root_positions: torch.Tensor, block_table: torch.Tensor
+        self,
+        frontier: Frontier,
+        hidden: torch.Tensor,
+        root_positions: torch.Tensor,
+        block_table: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the frontier's nodes; ``hidden`` [A * F, H] is their parents'. Draft slots
         follow the root's. Returns hidden states as ``catch_up`` does, [A * F, H] each."""
@@ -123,7 +132,7 @@ class EchoDrafter(EagleProposer):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
-        metadata: dict[str, object],
+        metadata: Mapping[str, object],
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with set_forward_context(

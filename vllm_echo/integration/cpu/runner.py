@@ -13,21 +13,29 @@ A step, in the order of the methods below:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_echo.commit import commit_paths
 from vllm_echo.config import EchoConfig
 from vllm_echo.draft import DraftBatch, DraftHead
-from vllm_echo.errors import EchoError
-from vllm_echo.integration.cpu.attention import EchoCPUAttentionImpl, EchoCPUAttentionMetadataBuilder
+from vllm_echo.integration.cpu.attention import (
+    EchoCPUAttentionMetadataBuilder,
+    require_tree_attention,
+)
 from vllm_echo.integration.cpu.drafter import CatchUpRows, EagleDraftHead, EchoDrafter
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
@@ -36,6 +44,15 @@ from vllm_echo.timing import StageTimer
 from vllm_echo.tree import SuperTree
 
 logger = init_logger(__name__)
+
+
+@dataclass
+class Step:
+    """What the stages of one step hand to each other through the runner."""
+
+    tree: SuperTree
+    root_positions: torch.Tensor
+    """[R] int64, logical positions (and KV slots) of the roots."""
 
 
 class EchoCPUModelRunner(CPUModelRunner):
@@ -49,8 +66,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.drafter = EchoDrafter(vllm_config, device, self)
         self.rejection_sampler = TreeVerifier(self.sampler)
         self.timer = StageTimer.from_environment()
-        self._tree: SuperTree | None = None
-        self._root_positions: torch.Tensor | None = None
+        self._step: Step | None = None
         holder = self.input_batch.thinking_budget_state_holder
         if holder is not None:
             # Its speculative mode assumes chains; we draft nothing for its requests.
@@ -60,11 +76,13 @@ class EchoCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if not isinstance(layer.impl, EchoCPUAttentionImpl):
-                raise EchoError(
-                    f"layer {name} attends through {type(layer.impl).__name__}, which knows no trees; "
-                    "echo needs the CPU_ATTN backend: remove --attention-backend"
-                )
+            require_tree_attention(name, layer.impl)
+
+    @property
+    def step(self) -> Step:
+        """The step in progress, from ``_prepare_inputs`` to the end of drafting."""
+        assert self._step is not None, "no step has been prepared"
+        return self._step
 
     # -- pack ---------------------------------------------------------------------------
 
@@ -72,7 +90,9 @@ class EchoCPUModelRunner(CPUModelRunner):
         super()._on_request_state_removed(req_id, req_state)
         self.slots.release(req_id)
 
-    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens: np.ndarray):
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> tuple[torch.Tensor, SpecDecodeMetadata | None, int]:
         inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         with self.timer.stage("pack"):
             self._pack(scheduler_output.scheduled_spec_decode_tokens, num_scheduled_tokens)
@@ -95,19 +115,21 @@ class EchoCPUModelRunner(CPUModelRunner):
         owner = torch.repeat_interleave(tree.cu_rows.diff().long())
         local = torch.arange(owner.shape[0]) - tree.cu_rows[owner].long()
         rows = starts.long()[owner] + local
-        self._root_positions = self.positions[starts.long()].clone()
-        self.positions[rows] = self._root_positions[owner] + tree.depths
-        self._tree = tree
-        self.rejection_sampler.step = StepInputs(
-            tree=tree,
-            histories=self.input_batch.req_output_token_ids,
-            discarded=torch.from_numpy(self.discard_request_mask.np[: len(req_ids)]),
+        root_positions = self.positions[starts.long()].clone()
+        self.positions[rows] = root_positions[owner] + tree.depths
+        self._step = Step(tree, root_positions)
+        self.rejection_sampler.begin_step(
+            StepInputs(
+                tree=tree,
+                histories=self.input_batch.req_output_token_ids,
+                discarded=torch.from_numpy(self.discard_request_mask.np[: len(req_ids)]),
+            )
         )
         self.timer.count("verified_nodes", int(counts.sum()))
 
     # -- verify -------------------------------------------------------------------------
 
-    def _build_attention_metadata(self, *args, **kwargs):
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         builders = [
             builder
             for groups in self.attn_groups
@@ -116,18 +138,20 @@ class EchoCPUModelRunner(CPUModelRunner):
             if isinstance(builder, EchoCPUAttentionMetadataBuilder)
         ]
         for builder in builders:
-            builder.super_tree = self._tree
+            builder.super_tree = self.step.tree
         try:
             return super()._build_attention_metadata(*args, **kwargs)
         finally:
             for builder in builders:
                 builder.super_tree = None
 
-    def _model_forward(self, *args, **kwargs):
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.timer.stage("verify"):
             return super()._model_forward(*args, **kwargs)
 
-    def _sample(self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None):
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
         with self.timer.stage("accept"):
             return super()._sample(logits, spec_decode_metadata)
 
@@ -143,19 +167,21 @@ class EchoCPUModelRunner(CPUModelRunner):
         finally:
             self.input_batch.generators = generators
 
-    def _bookkeeping_sync(self, *args, **kwargs):
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         with self._discarded_generators_hidden():
             return super()._bookkeeping_sync(*args, **kwargs)
 
     # -- commit -------------------------------------------------------------------------
 
-    def _update_states_after_model_execute(self, output_token_ids: torch.Tensor, scheduler_output) -> None:
+    def _update_states_after_model_execute(
+        self, output_token_ids: torch.Tensor, scheduler_output: SchedulerOutput
+    ) -> None:
         super()._update_states_after_model_execute(output_token_ids, scheduler_output)
         with self.timer.stage("commit"):
             commit_paths(
                 self._target_kv_caches(),
                 self._block_table(),
-                self._root_positions.to(torch.int32),
+                self.step.root_positions.to(torch.int32),
                 self.rejection_sampler.paths,
             )
 
@@ -179,19 +205,22 @@ class EchoCPUModelRunner(CPUModelRunner):
 
     def propose_draft_token_ids(
         self,
-        scheduler_output,
+        scheduler_output: SchedulerOutput,
         sampled_token_ids: list[list[int]],
-        sampling_metadata,
+        sampling_metadata: SamplingMetadata,
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
         spec_decode_metadata: SpecDecodeMetadata | None,
         common_attn_metadata: CommonAttentionMetadata,
-        slot_mappings,
+        slot_mappings: Any,
     ) -> list[list[int]]:
         with self.timer.stage("catch_up"):
             next_tokens = self.drafter.prepare_next_token_ids_cpu(
-                sampled_token_ids, self.requests, self.input_batch, scheduler_output.num_scheduled_tokens
+                sampled_token_ids,
+                self.requests,
+                self.input_batch,
+                scheduler_output.num_scheduled_tokens,
             )
             rows = self._catch_up_rows(next_tokens, aux_hidden_states or [hidden_states])
             for_logits, for_feedback = self.drafter.catch_up(rows)
@@ -205,7 +234,7 @@ class EchoCPUModelRunner(CPUModelRunner):
 
     def _catch_up_rows(self, next_tokens: torch.Tensor, hidden: list[torch.Tensor]) -> CatchUpRows:
         """The rows that became final: everything up to the root, then the accepted path."""
-        tree, paths = self._tree, self.rejection_sampler.paths
+        tree, paths = self.step.tree, self.rejection_sampler.paths
         starts = self.query_start_loc.cpu[: tree.num_requests].long()
         num_linear = self.query_start_loc.cpu[1 : tree.num_requests + 1].long() - starts
         num_linear -= tree.cu_rows.diff() - 1
@@ -240,10 +269,15 @@ class EchoCPUModelRunner(CPUModelRunner):
         if open_requests.numel() == 0:
             return drafts
         head = self._draft_head(
-            open_requests, for_logits[open_requests], for_feedback[open_requests], roots[open_requests]
+            open_requests,
+            for_logits[open_requests],
+            for_feedback[open_requests],
+            roots[open_requests],
         )
         batch = DraftBatch(
-            batch.max_nodes[open_requests], batch.can_expand[open_requests], batch.chain_only[open_requests]
+            batch.max_nodes[open_requests],
+            batch.can_expand[open_requests],
+            batch.chain_only[open_requests],
         )
         trees = self.pipeline.propose_trees(head, batch, slots[open_requests])
         for request, tokens, count in zip(
@@ -253,11 +287,17 @@ class EchoCPUModelRunner(CPUModelRunner):
         return drafts
 
     def _draft_head(
-        self, requests: torch.Tensor, for_logits: torch.Tensor, for_feedback: torch.Tensor, roots: torch.Tensor
+        self,
+        requests: torch.Tensor,
+        for_logits: torch.Tensor,
+        for_feedback: torch.Tensor,
+        roots: torch.Tensor,
     ) -> DraftHead:
         """The draft model of one step for the batch rows ``requests`` [A] int64. The other
         tensors are theirs already."""
-        return EagleDraftHead(self.drafter, for_logits, for_feedback, roots, self._block_table()[requests])
+        return EagleDraftHead(
+            self.drafter, for_logits, for_feedback, roots, self._block_table()[requests]
+        )
 
     def _draft_batch(self, roots: torch.Tensor) -> DraftBatch:
         """What each request may have. ``roots`` [R] int64: last final positions; the next
@@ -272,7 +312,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         chain_only = [p.structured_outputs is not None for p in params]
         return DraftBatch(max_nodes.to(torch.int32), fits, torch.tensor(chain_only))
 
-    def _is_draftable(self, index: int, params) -> bool:
+    def _is_draftable(self, index: int, params: SamplingParams) -> bool:
         """Not in the middle of its prefill, not at its last token, no thinking budget."""
         if self.discard_request_mask.np[index] or params.thinking_token_budget is not None:
             return False

@@ -18,7 +18,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_echo.accept import accept_given, walk_paths
-from vllm_echo.tree import AcceptedPaths, SuperTree
+from vllm_echo.pack import pack_trees
+from vllm_echo.tree import AcceptedPaths, DraftTrees, SuperTree
 
 
 @dataclass
@@ -38,8 +39,18 @@ class TreeVerifier(torch.nn.Module):
     def __init__(self, sampler: Sampler):
         super().__init__()
         self.sampler = sampler
-        self.step: StepInputs | None = None
-        self.paths: AcceptedPaths | None = None
+        self._step: StepInputs | None = None
+        self._paths: AcceptedPaths | None = None
+
+    def begin_step(self, step: StepInputs) -> None:
+        """Say what the next ``forward`` verifies."""
+        self._step = step
+
+    @property
+    def paths(self) -> AcceptedPaths:
+        """What the last ``forward`` accepted."""
+        assert self._paths is not None, "nothing has been verified"
+        return self._paths
 
     def forward(
         self,
@@ -50,22 +61,24 @@ class TreeVerifier(torch.nn.Module):
     ) -> SamplerOutput:
         """``logits`` [T, V]: roots and nodes, request-major. Leaves the accepted paths in
         ``self.paths``. Without a step from the runner (warm-up) drafts are chains."""
-        step = self.step or _warm_up_step(metadata)
-        self.step = None
+        step = self._step or _warm_up_step(metadata)
+        self._step = None
         if _is_argmax_only(sampling_metadata):
             # Ties go to the lowest id here as in vLLM's sampler, and bf16 to fp32 keeps order.
-            self.paths = accept_given(step.tree, self.sampler.greedy_sample(logits.float()))
+            self._paths = accept_given(step.tree, self.sampler.greedy_sample(logits.float()))
             return SamplerOutput(sampled_token_ids=self.paths.tokens, logprobs_tensors=None)
         walk = _SamplerWalk(self.sampler, sampling_metadata, step, logits)
         with walk:
-            self.paths = walk_paths(step.tree, walk.sample)
+            self._paths = walk_paths(step.tree, walk.sample)
         return SamplerOutput(self.paths.tokens, walk.logprobs(self.paths))
 
 
 class _SamplerWalk:
     """Calls vLLM's sampler level by level for the requests that still walk."""
 
-    def __init__(self, sampler: Sampler, metadata: SamplingMetadata, step: StepInputs, logits: torch.Tensor):
+    def __init__(
+        self, sampler: Sampler, metadata: SamplingMetadata, step: StepInputs, logits: torch.Tensor
+    ):
         self._sampler = sampler
         self._metadata = metadata
         self._step = step
@@ -89,12 +102,15 @@ class _SamplerWalk:
         first = not self._levels
         if first:
             output = self._sampler(
-                self._logits[rows], self._with_generators(lambda request: request not in self._discarded)
+                self._logits[rows],
+                self._with_generators(lambda request: request not in self._discarded),
             )
         elif self._keep_batch:
             output = self._sample_in_batch(requests, rows)
         else:
-            output = self._sampler(self._logits[rows], select_requests(self._metadata, requests.tolist()))
+            output = self._sampler(
+                self._logits[rows], select_requests(self._metadata, requests.tolist())
+            )
         self._levels.append((requests, output.logprobs_tensors))
         tokens = output.sampled_token_ids.flatten()
         self._extend_histories(requests.tolist(), tokens.tolist())
@@ -153,11 +169,8 @@ def _rows_of(tensors: LogprobsTensors | None, rows: torch.Tensor) -> LogprobsTen
 
 
 def _warm_up_step(metadata: SpecDecodeMetadata) -> StepInputs:
-    from vllm_echo.pack import pack_trees
-    from vllm_echo.tree import DraftTrees
-
     counts = torch.tensor(metadata.num_draft_tokens, dtype=torch.int32)
-    width = int(counts.max())
+    width = max(1, *metadata.num_draft_tokens)
     index = torch.arange(width, dtype=torch.int32).expand(len(counts), -1)
     tokens = torch.zeros_like(index)
     tokens[index < counts[:, None]] = metadata.draft_token_ids.to(torch.int32)
