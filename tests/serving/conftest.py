@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tiny model pair for all serving tests; engines per module."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.serving import tiny
 from tests.serving.harness import Engine, echo_engine, plain_engine
+
+
+@pytest.fixture(scope="session")
+def demo() -> dict[str, str]:
+    """Folders of the demo pair: "model", "draft", and the file "speculative_config"."""
+    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

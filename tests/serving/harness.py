@@ -31,6 +31,7 @@ ENGINE_DEFAULTS = {
     "kv_cache_memory_bytes": 64 << 20,
     "max_num_seqs": 32,
     "seed": 0,
+    "skip_tokenizer_init": True,
 }
 
 
@@ -142,20 +143,24 @@ def plain_engine(target: Path, **options) -> Engine:
     # An engine that is collected takes the process's parallel groups with it: not while the
     # next one is being built on them.
     gc.collect()
-    return Engine(
-        LLM(model=str(target), skip_tokenizer_init=True, **{**ENGINE_DEFAULTS, **options})
-    )
+    return Engine(LLM(model=str(target), **{**ENGINE_DEFAULTS, **options}))
 
 
 def echo_engine(
-    target: Path, head: Path, num_nodes: int = 8, echo: dict | None = None, **options
+    target: Path,
+    head: Path,
+    num_nodes: int = 8,
+    echo: dict | None = None,
+    speculative: dict | None = None,
+    **options,
 ) -> Engine:
-    """Decoding with echo, watched."""
+    """Decoding with echo, watched; ``speculative`` are more keys beside ``echo``."""
     config = {
         "method": "echo",
         "model": str(head),
         "num_speculative_tokens": num_nodes,
         "echo": echo or {},
+        **(speculative or {}),
     }
     engine = plain_engine(target, speculative_config=config, **options)
     engine.watch()

@@ -30,13 +30,6 @@ SUM_SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def demo() -> dict[str, str]:
-    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
 def server(demo: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of a server with small prefill chunks, so that prompts are chunked."""
     port = free_port()
