@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tiny model pair for all serving tests; engines per module."""
+"""The demo pair, and engines over the tiny pair, one of each per module."""
 
 import json
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import tiny
 from tests.serving.harness import Engine, echo_engine, plain_engine
 
 
@@ -18,16 +17,6 @@ def demo() -> dict[str, str]:
     command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
-
-
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="session")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_head(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(scope="module")
