@@ -26,7 +26,7 @@ cat << END
 
 [vllm-echo] ready after $((SECONDS - start)) s. Try:
 
-  curl http://$host:$port/v1/chat/completions -H 'Content-Type: application/json' -d '{"model": "$model", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}'
+  curl http://$host:$port/v1/chat/completions -H 'Content-Type: application/json' -d '{"model": "$model", "messages": [{"role": "user", "content": "Name the seven days of the week."}], "max_tokens": 64, "temperature": 0}'
 
 Accepted tokens: curl -s http://$host:$port/metrics | grep spec_decode      Stop: Ctrl-C
 END

@@ -11,6 +11,14 @@ bin=$PWD/.venv/bin
 host=${HOST:-127.0.0.1}
 port=${PORT:-8000}
 
+if "$bin/python" -c 'import socket, sys
+sys.exit(socket.socket().connect_ex((sys.argv[1], int(sys.argv[2]))) != 0)' \
+  "${host/#0.0.0.0/127.0.0.1}" "$port" 2> /dev/null; then
+  echo "[vllm-echo] something answers on $host:$port already; stop it, or choose another port:" \
+    "make serve PORT=$((port + 1))" >&2
+  exit 2
+fi
+
 if [ -z "${MODEL:-}" ] || [ -z "${SPECULATIVE_CONFIG:-}" ]; then
   demo=$("$bin/vllm-echo" demo | tail -n 1)
   from_demo() { "$bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])[sys.argv[2]])' "$demo" "$1"; }
@@ -33,7 +41,7 @@ export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
 export VLLM_USE_V2_MODEL_RUNNER=0  # echo's CPU adapter belongs to the V1 runner
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
 
-echo "[vllm-echo] starting $name on http://$host:$port (the first start compiles for a minute or two)"
+echo "[vllm-echo] starting $name on http://$host:$port (vLLM compiles the model first: a minute or more)"
 scripts/announce.sh "$host" "$port" "$name" $$ &
 LD_PRELOAD=$preload exec "$bin/vllm" serve "$MODEL" --speculative-config "$SPECULATIVE_CONFIG" \
   --host "$host" --port "$port" --served-model-name "$name" \

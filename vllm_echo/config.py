@@ -8,7 +8,7 @@
        "policy": "echo",              echo | static | chain
        "k_max": 32,                   most nodes of a whole step, all requests together
        "max_depth": 6,                deepest level a tree may grow to
-       "target_depth": 4,             depth that a request reaches unless a gate stops it
+       "target_depth": 4,             depth of static and chain, and of the second default gate
        "top_k": 3,                    children drafted for an expanded node
        "gates": [{"depth": 0, "threshold": 0.2}, {"depth": 4, "threshold": 0.3}]}}
 

@@ -109,15 +109,16 @@ def grow_trees(
 
 def _first_layer(head: DraftHead, batch: DraftBatch, policy: Policy) -> _Layer:
     tokens, scores = head.expand_roots(policy.top_k)
-    scores = _only_first_child(scores, batch.chain_only)
+    scores = _usable_children(scores, batch.chain_only)
     scores = torch.where((batch.max_nodes > 0)[:, None], scores, -torch.inf)
     return _Layer(
         tokens.to(torch.int32), torch.full_like(tokens, ROOT, dtype=torch.int32), scores, 0
     )
 
 
-def _only_first_child(log_probs: torch.Tensor, chain_only: torch.Tensor) -> torch.Tensor:
-    """Forbid all children but the most likely, last dimension, where ``chain_only`` [A]."""
+def _usable_children(log_probs: torch.Tensor, chain_only: torch.Tensor) -> torch.Tensor:
+    """-inf for children (last dimension) that may not be drafted: all but the likeliest where
+    ``chain_only`` [A], and those whose probability is no number."""
     forbidden = chain_only.view(-1, *[1] * (log_probs.dim() - 1)).expand(log_probs.shape).clone()
     forbidden[..., 0] = False
     return log_probs.masked_fill(forbidden | log_probs.isnan(), -torch.inf)
@@ -161,7 +162,7 @@ def _next_layer(
 ) -> _Layer:
     """Children of the frontier; requests outside it get -inf in every column."""
     tokens, log_probs = head.expand(frontier, policy.top_k)
-    log_probs = _only_first_child(log_probs, batch.chain_only[frontier.requests])
+    log_probs = _usable_children(log_probs, batch.chain_only[frontier.requests])
     node_scores = layer.scores[frontier.requests].gather(1, frontier.columns)
     shape = (layer.scores.shape[0], frontier.tokens.shape[1] * policy.top_k)
     grown = _Layer(

@@ -87,6 +87,7 @@ def test_the_same_arguments_may_be_used_twice(target: Path, head: Path) -> None:
         ({"kv_cache_dtype": "fp8"}, "KV cache of type fp8"),
         ({"enable_lora": True}, "LoRA"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism"),
         ({"worker_cls": STOCK_CPU_WORKER}, "leave --worker-cls out"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
         ({"hf_overrides": {"sliding_window": 64}}, "sliding windows"),
@@ -195,6 +196,13 @@ def test_without_speculation_nothing_of_ours_is_there(target: Path) -> None:
     config = engine_config(target)
     assert config.speculative_config is None
     assert config.parallel_config.worker_cls == STOCK_CPU_WORKER
+
+
+@pytest.mark.parametrize("method", ["ehco", "Echo", "ecko"])
+def test_a_misspelt_method_is_one_message(target: Path, head: Path, method: str) -> None:
+    raw = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    with pytest.raises(EchoConfigError, match='did you mean "echo"'):
+        engine_config(target, speculative_config=raw)
 
 
 def test_sampling_and_processors_follow_the_method(target: Path, head: Path) -> None:

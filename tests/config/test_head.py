@@ -158,3 +158,14 @@ def test_more_children_than_tokens(target: Path, copy: Path) -> None:
 
     change_tensors(copy, cut)
     assert "echo.top_k: 3 is more than the head's 2 tokens" in refused(target, str(copy))
+
+
+def test_a_head_without_weights(target: Path, copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "no weights" in refused(target, str(copy))
+
+
+def test_a_configuration_that_contradicts_itself(target: Path, copy: Path) -> None:
+    """transformers refuses it with an error of its own kind."""
+    change_config(copy, hidden_size=130, head_dim=None)
+    assert refused(target, str(copy)).startswith("model: ")

@@ -184,6 +184,20 @@ def assert_equal_logprobs(actual: list[dict], expected: list[dict]) -> None:
             assert abs(a[token].rank - logprob.rank) <= 1
 
 
+def test_logprobs_of_named_tokens_differ_by_request(plain: Engine, echo: Engine) -> None:
+    """Lists of different lengths, and requests without: below the root fewer requests walk,
+    and their tensors must keep the width of the whole batch."""
+    for params in (
+        [greedy(logprob_token_ids=[5, 6, 7]) if i % 2 else seeded(i) for i in range(12)],
+        [greedy(logprob_token_ids=list(range(5, 6 + i))) for i in range(8)],
+    ):
+        expected, actual = expect_identity(plain, echo, params)
+        for a, b in zip(actual, expected, strict=True):
+            assert (a.outputs[0].logprobs is None) == (b.outputs[0].logprobs is None)
+            if b.outputs[0].logprobs is not None:
+                assert_equal_logprobs(a.outputs[0].logprobs, b.outputs[0].logprobs)
+
+
 def test_every_sample_of_n_is_its_own_request(plain: Engine, echo: Engine) -> None:
     params = repeat(lambda i: seeded(i, n=3), 20)
     expected, _ = expect_identity(plain, echo, params, prompts=random_prompts(20, seed=5))

@@ -5,6 +5,7 @@ Called while vLLM is being imported: vLLM itself is imported inside the function
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,20 @@ def load_speculative_config(
     if isinstance(value, str):
         value = parse_speculative_config(value)
     if not is_echo_request(value):
+        _refuse_misspelt_method(value)
         return value
     options = {"model": spec_model, "num_speculative_tokens": spec_tokens}
     merged = {key: option for key, option in options.items() if option is not None}
     EchoConfig.from_speculative_config({**merged, **normalise_keys(value)})
     # The key is there from now on, so that nothing can change the method and drop echo silently.
     return {**value, "echo": value.get("echo") or {}}
+
+
+def _refuse_misspelt_method(value: Any) -> None:
+    """vLLM would answer with its own forty methods, and echo is none of them."""
+    method = value.get("method") if isinstance(value, dict) else None
+    if isinstance(method, str) and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.7):
+        raise EchoConfigError(f'method: {method!r} is no method; did you mean "{METHOD}"?')
 
 
 def normalise_speculative_config(

@@ -79,6 +79,7 @@ def _local_folder(name: str) -> Path | None:
 
 def _load_config(source: Path | str, raw: dict[str, Any], target: "ModelConfig") -> Any:
     """The head's Hugging Face configuration, as vLLM itself will load it."""
+    from huggingface_hub.errors import StrictDataclassError
     from vllm.transformers_utils.config import get_config
 
     if isinstance(source, Path):
@@ -95,9 +96,9 @@ def _load_config(source: Path | str, raw: dict[str, Any], target: "ModelConfig")
             revision=raw.get("revision"),
             code_revision=raw.get("code_revision"),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         cause = str(error.__cause__ or error).strip().splitlines()
-        reason = cause[0] if cause else type(error).__name__
+        reason = cause[0].strip() if cause else type(error).__name__
         raise EchoConfigError(
             f"model: {str(source)!r} is no folder here, or no configuration could be loaded from "
             f"it ({reason}); {MAKE_ONE}: a folder with config.json, or a name on the model hub"

@@ -15,6 +15,7 @@ from vllm_echo.errors import EchoConfigError
 if TYPE_CHECKING:
     from vllm_echo.integration.head import HeadShape
 
+OTHER_WEIGHTS = ("*.bin", "*.pt")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 Header = dict[str, tuple[Path, list[int]]]
 
@@ -23,6 +24,11 @@ def check_tensors(where: str, folder: Path, shape: "HeadShape") -> None:
     """Refuse a head whose tensors contradict its configuration."""
     tensors = _read_headers(where, folder)
     if not tensors:
+        if not any(any(folder.glob(pattern)) for pattern in OTHER_WEIGHTS):
+            raise EchoConfigError(
+                f"{where} has a config.json but no weights (no *.safetensors); copy the whole "
+                "folder, or download the head again"
+            )
         return
     hidden, vocab, draft_vocab = shape.hidden_size, shape.vocab_size, shape.draft_vocab_size
     expected = {"lm_head.weight": [draft_vocab, hidden], "embed_tokens.weight": [vocab, hidden]}

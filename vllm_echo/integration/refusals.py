@@ -75,6 +75,11 @@ def _engine_rules(vllm_config: "VllmConfig") -> Iterator[Rule]:
         "context parallelism",
         "use --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
     )
+    yield (
+        parallel.data_parallel_size > 1,
+        "data parallelism",
+        "ranks would draft different numbers of layers: start one server for each replica",
+    )
     yield (vllm_config.lora_config is not None, "LoRA adapters", "leave --enable-lora out")
     yield (
         vllm_config.use_v2_model_runner,

@@ -23,6 +23,10 @@ READABLE_ISAS = ("vec", "vec16")
 """vLLM's cache layouts that our kernels read; other instruction sets pack it differently."""
 
 
+MAX_HEAD_SIZE = 256
+"""Of ``ops.tree_attention``."""
+
+
 @dataclass
 class TreeRows:
     """Rows that attend through an ancestor mask: M rows of P requests."""
@@ -119,6 +123,12 @@ def require_tree_attention(name: str, impl: object) -> None:
         raise EchoError(
             f"layer {name} attends through {type(impl).__name__}, which knows no trees; echo "
             "needs the CPU_ATTN backend: remove --attention-backend"
+        )
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if impl.head_size > MAX_HEAD_SIZE or impl.head_size not in supported:
+        raise EchoError(
+            f"layer {name} has heads of {impl.head_size} values; echo on a CPU serves "
+            f"{[size for size in supported if size <= MAX_HEAD_SIZE]}"
         )
     features = {
         "a sliding window": impl.sliding_window != -1,

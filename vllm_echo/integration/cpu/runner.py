@@ -191,6 +191,8 @@ class EchoCPUModelRunner(CPUModelRunner):
             layer.kv_cache
             for name, layer in layers.items()
             if name not in self.drafter._draft_attn_layer_names
+            # A layer that shares another's cache would move the same KV twice.
+            and layer.kv_sharing_target_layer_name is None
         ]
 
     def _block_table(self) -> torch.Tensor:
@@ -313,11 +315,13 @@ class EchoCPUModelRunner(CPUModelRunner):
         return DraftBatch(max_nodes.to(torch.int32), fits, torch.tensor(chain_only))
 
     def _is_draftable(self, index: int, params: SamplingParams) -> bool:
-        """Not in the middle of its prefill, not at its last token, no thinking budget."""
+        """Not in the middle of its prefill, not at its end, no thinking budget."""
         if self.discard_request_mask.np[index] or params.thinking_token_budget is not None:
             return False
-        state = self.requests[self.input_batch.req_ids[index]]
-        return params.max_tokens is None or len(state.output_token_ids) + 1 < params.max_tokens
+        output = self.requests[self.input_batch.req_ids[index]].output_token_ids
+        stopped = len(output) >= params.min_tokens and output[-1] in params.all_stop_token_ids
+        at_last_token = params.max_tokens is not None and len(output) + 1 >= params.max_tokens
+        return not (stopped or at_last_token)
 
 
 def _as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

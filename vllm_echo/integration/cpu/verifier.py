@@ -84,7 +84,11 @@ class _SamplerWalk:
         self._step = step
         self._logits = logits
         self._root_rows = step.tree.cu_rows[:-1].long()
-        self._keep_batch = _processors_active(metadata.logitsprocs)
+        # Processors keep state by batch row, and logprob_token_ids gives every row of a batch
+        # the width of its longest list: both want the same batch at every level.
+        self._keep_batch = _processors_active(metadata.logitsprocs) or bool(
+            metadata.logprob_token_ids
+        )
         self._discarded = set(step.discarded.nonzero().flatten().tolist())
         self._lengths = [len(history) for history in step.histories] if step.histories else []
         self._levels: list[tuple[torch.Tensor, LogprobsTensors | None]] = []
@@ -128,8 +132,8 @@ class _SamplerWalk:
         return replace(self._metadata, generators=generators)
 
     def _sample_in_batch(self, requests: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
-        """Logits processors keep state by batch row, so every row takes part; the rows of
-        requests that have stopped are sampled from their root again and ignored."""
+        """Every row takes part; the rows of requests that have stopped are sampled from their
+        root again and ignored."""
         for processor in self._metadata.logitsprocs.all:
             processor.update_state(None)
         all_rows = self._root_rows.clone()
@@ -214,7 +218,8 @@ def _processors_active(processors: LogitsProcessors) -> bool:
 
 
 def select_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
-    """The metadata of some requests of a batch, for a batch without logits processors."""
+    """The metadata of some requests of a batch that has neither active logits processors nor
+    ``logprob_token_ids``."""
 
     def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[requests]
@@ -238,7 +243,6 @@ def select_requests(metadata: SamplingMetadata, requests: list[int]) -> Sampling
         output_token_ids=items(metadata.output_token_ids),
         allowed_token_ids_mask=rows(metadata.allowed_token_ids_mask),
         bad_words_token_ids=renumbered(metadata.bad_words_token_ids),
-        logprob_token_ids=renumbered(metadata.logprob_token_ids or {}) or None,
         spec_token_ids=items(metadata.spec_token_ids),
         logitsprocs=LogitsProcessors(),
         thinking_budget_state_holder=None,
