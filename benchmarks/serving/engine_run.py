@@ -99,7 +99,7 @@ def run_concurrently(llm, prompts: list[list[int]], concurrency: int, output_tok
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=output_tokens)
     waiting, running, tokens = list(enumerate(prompts)), 0, 0
     stamp = time.monotonic_ns()
     while waiting or running:

@@ -71,6 +71,7 @@ def run_engine(model: str, config: dict | None, args: argparse.Namespace) -> dic
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         environment = os.environ | {STAGE_TIMES_ENV: str(Path(folder) / "stages.json")}
+        environment.setdefault("LD_PRELOAD", str(Path(sys.prefix) / "lib" / "libiomp5.so"))
         command = [sys.executable, "-m", "benchmarks.serving.engine_run", "--model", model]
         command += ["--prompts", str(args.prompts), "--output", str(output)]
         command += ["--output-tokens", str(args.output_tokens)]
