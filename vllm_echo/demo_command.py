@@ -18,10 +18,21 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
 HEAD_FILES = ("config.json", "model.safetensors")
 # A model of 135 M parameters on a CPU leaves the memory-bound regime at 4 to 8 tokens a step, so
-# its budget is small.
+# its budget is small; and a draft forward costs a tenth of a target step there, so gates stand
+# close (docs/measurements.md).
 DEMO_OPTIONS: dict[str, Any] = {
     "num_speculative_tokens": 4,
-    "echo": {"k_max": 8, "max_depth": 4, "target_depth": 3, "top_k": 3},
+    "echo": {
+        "k_max": 8,
+        "max_depth": 4,
+        "target_depth": 3,
+        "top_k": 3,
+        "gates": [
+            {"depth": 0, "threshold": 0.3},
+            {"depth": 1, "threshold": 0.4},
+            {"depth": 2, "threshold": 0.4},
+        ],
+    },
 }
 
 
