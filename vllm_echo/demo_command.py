@@ -75,19 +75,26 @@ def check_head_files() -> None:
 
 
 def _write_config(path: Path) -> Path:
-    """Write echo.json unless one is there whose head exists."""
-    if not _is_usable(path):
+    """Write echo.json unless one is there whose head exists. An edited one is kept, but for
+    the head of another checkout's demo: each checkout serves its own."""
+    content = _read_config(path)
+    head = Path(str(content.get("model")))
+    if not (head / HEAD_FILES[0]).is_file():
         content = {"method": METHOD, "model": str(HEAD_DIR), **DEMO_OPTIONS}
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(new, path)
+    elif head != HEAD_DIR and head.parts[-3:] == HEAD_DIR.parts[-3:]:
+        content["model"] = str(HEAD_DIR)
+    else:
+        return path
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(new, path)
     return path
 
 
-def _is_usable(path: Path) -> bool:
+def _read_config(path: Path) -> dict[str, Any]:
+    """What echo.json says; nothing when there is none, or nothing readable in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return False
-    head = content.get("model") if isinstance(content, dict) else None
-    return isinstance(head, str) and (Path(head) / HEAD_FILES[0]).is_file()
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -130,6 +130,22 @@ def test_demo_prints_one_line_of_json_and_keeps_an_edited_config(
         assert json.loads((tmp_path / "echo.json").read_text())["model"] == pair["draft"]
 
 
+def test_demo_serves_the_head_of_its_own_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """echo.json lies in the user's cache, where another checkout may have left it."""
+    monkeypatch.setattr(convert, "prepare_model", lambda folder: folder)
+    other = tmp_path.joinpath("other", *demo_command.HEAD_DIR.parts[-3:])
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    config = tmp_path / "echo.json"
+    config.write_text(json.dumps({"method": "echo", "model": str(other), "echo": {"k_max": 3}}))
+    assert cli.main(["demo", "--dir", str(tmp_path)]) == 0
+    written = json.loads(config.read_text())
+    assert written["model"] == str(demo_command.HEAD_DIR)
+    assert written["echo"] == {"k_max": 3}
+
+
 def test_demo_errors_are_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
