@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings every test process needs before torch or vLLM is imported, and the tiny model pair."""
+"""Settings every test process needs before torch or vLLM is imported, and the model pairs."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.serving import tiny
 
     return tiny.make_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="session")
+def demo() -> dict[str, str]:
+    """Folders of the demo pair: "model", "draft", and the file "speculative_config"."""
+    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])

@@ -1,22 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo pair, and engines over the tiny pair, one of each per module."""
+"""Engines over the tiny pair, one of each per module."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.serving.harness import Engine, echo_engine, plain_engine
-
-
-@pytest.fixture(scope="session")
-def demo() -> dict[str, str]:
-    """Folders of the demo pair: "model", "draft", and the file "speculative_config"."""
-    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
