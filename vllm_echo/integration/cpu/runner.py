@@ -319,6 +319,8 @@ class EchoCPUModelRunner(CPUModelRunner):
         if self.discard_request_mask.np[index] or params.thinking_token_budget is not None:
             return False
         output = self.requests[self.input_batch.req_ids[index]].output_token_ids
+        if not output:
+            return False  # nothing could be sampled: logits that are no numbers
         stopped = len(output) >= params.min_tokens and output[-1] in params.all_stop_token_ids
         at_last_token = params.max_tokens is not None and len(output) + 1 >= params.max_tokens
         return not (stopped or at_last_token)
