@@ -38,6 +38,7 @@ OPTIONS = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 2048,
     "skip_tokenizer_init": False,
+    "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
 }
 
 
@@ -114,4 +115,28 @@ def test_bad_words_and_stop_strings(plain: Engine, echo: Engine) -> None:
         SamplingParams(temperature=0, max_tokens=64, logit_bias={30: -50.0}),
     ] * 2
     both(plain, echo, params)
+    echo.record.require_tree_acceptance()
+
+
+def test_a_thinking_budget_ends_thinking_where_plain_decoding_does(
+    plain: Engine, echo: Engine
+) -> None:
+    """Its requests draft nothing; the others in the batch go on drafting trees."""
+    tokenizer = plain.llm.get_tokenizer()
+    opened = tokenizer.encode("<think>")
+    prompts = [chat + opened if i % 2 else chat for i, chat in enumerate(chats(plain))]
+    params = [
+        SamplingParams(
+            temperature=0.7 if i % 3 else 0,
+            seed=i,
+            max_tokens=48,
+            thinking_token_budget=3 + i if i % 2 else None,
+        )
+        for i in range(8)
+    ]
+    expected = plain.generate(prompts, params)
+    echo.record.clear()
+    actual = echo.generate(prompts, params)
+    assert token_ids(actual) == token_ids(expected)
+    assert any("</think>" in output.outputs[0].text for output in actual[1::2])
     echo.record.require_tree_acceptance()
