@@ -18,8 +18,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
 HEAD_FILES = ("config.json", "model.safetensors")
 # A model of 135 M parameters on a CPU leaves the memory-bound regime at 4 to 8 tokens a step, so
-# its budget is small; and a draft forward costs a tenth of a target step there, so gates stand
-# close (docs/measurements.md).
+# its budget is small, and gates stand close. Chosen by hand: docs/measurements.md.
 DEMO_OPTIONS: dict[str, Any] = {
     "num_speculative_tokens": 4,
     "echo": {

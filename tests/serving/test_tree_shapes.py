@@ -76,16 +76,20 @@ def test_gates_that_nothing_passes_and_no_width_leave_plain_decoding(
     assert echo.record.accepted > 0
 
 
-def test_a_tree_of_width_one_is_the_chain(target: Path, head: Path) -> None:
+def test_a_tree_of_width_one_is_the_chain(plain: Engine, target: Path, head: Path) -> None:
     """Same drafts, same acceptance, same steps: token for token and node for node."""
     wide = {"k_max": 64, "max_depth": 4, "target_depth": 4, "gates": NO_GATES}
+    prompts, params = random_prompts(8), [greedy()] * 8
+    expected = plain.generate(prompts, params)
     records = []
     for echo_options in ({**wide, "top_k": 1}, {**wide, "policy": "chain"}):
         engine = echo_engine(target, head, 4, echo_options, max_num_seqs=8)
-        outputs = token_ids(engine.generate(random_prompts(8), [greedy()] * 8))
+        engine.follow(truths_of(expected))
+        outputs = token_ids(engine.generate(prompts, params))
         records.append((outputs, engine.record))
     assert records[0] == records[1]
-    assert records[0][1].drafted > 0
+    assert records[0][0] == token_ids(expected)
+    assert records[0][1].accepted > 0
 
 
 @pytest.mark.parametrize("policy", ["echo", "static", "chain"])
