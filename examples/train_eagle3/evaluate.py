@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 
 def first_question(row: dict[str, Any]) -> str:
@@ -25,11 +28,16 @@ def first_question(row: dict[str, Any]) -> str:
     raise ValueError(f"no question among the keys {sorted(row)}")
 
 
-def sample_questions(path: Path, limit: int, seed: int) -> list[str]:
-    """At most ``limit`` questions of a jsonl file, drawn by ``seed``."""
+def first_questions(path: Path, limit: int) -> list[str]:
+    """At most ``limit`` questions from the start of a jsonl file."""
     with path.open(encoding="utf-8") as lines:
-        questions = [first_question(json.loads(line)) for line in lines]
-    return random.Random(seed).sample(questions, min(limit, len(questions)))
+        return [first_question(json.loads(line)) for line in islice(lines, limit)]
+
+
+def draft_vocabulary(head: Path) -> set[int]:
+    """Target ids of the tokens that a head can draft."""
+    offsets = load_file(head / "model.safetensors")["d2t"]
+    return set((offsets + torch.arange(len(offsets))).tolist())
 
 
 class Counters:
@@ -92,10 +100,9 @@ def main() -> None:
     parser.add_argument("--head", type=Path, required=True, help="folder of the head")
     parser.add_argument("files", type=Path, nargs="+", help="question files (jsonl)")
     parser.add_argument("--drafts", type=int, default=4, help="length of the drafted chain")
-    parser.add_argument("--limit", type=int, default=60, help="questions per file")
+    parser.add_argument("--limit", type=int, default=40, help="questions per file")
     parser.add_argument("--max-tokens", type=int, default=256, help="answer tokens per question")
     parser.add_argument("--batch", type=int, default=16, help="requests served together")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
     parser.add_argument("--record", action="store_true", help="write to the head's provenance")
     args = parser.parse_args()
 
@@ -116,25 +123,30 @@ def main() -> None:
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     counters = Counters(llm)
+    draftable = draft_vocabulary(args.head)
     results = []
     for path in args.files:
         chats = [
             [{"role": "user", "content": question}]
-            for question in sample_questions(path, args.limit, args.seed)
+            for question in first_questions(path, args.limit)
         ]
         outputs = llm.chat(chats, sampling, use_tqdm=False)
         gained = counters.since_last()
         drafts = gained["drafts"][0]
+        tokens = [token for output in outputs for token in output.outputs[0].token_ids]
         result = {
             "file": path.name,
             "questions": len(chats),
-            "answer_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+            "answer_tokens": len(tokens),
+            "in_draft_vocabulary": round(sum(t in draftable for t in tokens) / len(tokens), 4),
             "drafts": drafts,
             "accepted_length": round(1 + gained["accepted"][0] / drafts, 3),
             "accepted_by_position": [round(n / drafts, 4) for n in gained["by_position"]],
         }
         print(json.dumps(result), flush=True)
         results.append(result)
+    mean = sum(result["accepted_length"] for result in results) / len(results)
+    print(json.dumps({"mean_accepted_length": round(mean, 3)}))
     if args.record:
         record(args.head, results, args)
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the target model answer the training prompts greedily, and stores the token ids.
+"""Lets the target model answer the training prompts, and stores the token ids.
 
-The answers are what an EAGLE-3 head learns from: it has to foresee the target's own text. vLLM runs
-in this process with a queue that is kept full, so no batch waits for its slowest member. Each
-finished turn is appended to a shard at once; a second run goes on where the first one stopped.
+The answers are what an EAGLE-3 head learns from: it has to foresee the target's own text. They are
+greedy, but for the texts that later turns quote, which are sampled. vLLM runs in this process with
+a queue that is kept full, so no batch waits for its slowest member. Each finished turn is appended
+to a shard at once; a second run goes on where the first one stopped.
 
 A record holds ``id`` (conversation key and turn number), ``source``, ``prompt_ids`` (the whole
 chat so far, as the template renders it), ``answer_ids`` (with the end token if the answer ended)
-and ``finish`` ("stop" or "length").
+and ``finish`` ("stop", "length", or "repetition" if the answer was ended for going in circles).
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from capture import HiddenStateCapture
 from hidden_states import CacheWriter, HiddenStateCache, long_enough
-from prompts import Conversation, training_conversations
+from prompts import TOKEN_SHARES, Conversation, quotation, training_conversations
+from repetition import RepetitionWatch
+
+MIN_QUOTED_TOKENS = 60  # a shorter text needs no summary
 
 
 @dataclass
@@ -34,10 +38,17 @@ class Turn:
     conversation: Conversation
     number: int
     messages: list[dict[str, str]]
+    watch: RepetitionWatch = field(default_factory=RepetitionWatch)
+    watched: int = 0  # answer tokens that the watch has read
 
     @property
     def key(self) -> str:
         return f"{self.conversation.key}/{self.number}"
+
+    @property
+    def source(self) -> str:
+        quotes = self.conversation.quoting and self.number > 0
+        return "summary" if quotes else self.conversation.source
 
 
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:
@@ -72,9 +83,8 @@ class Generator:
                 disable_log_stats=True,
             )
         )
-        self.sampling = SamplingParams(
-            temperature=0.0, max_tokens=args.max_answer_tokens, detokenize=False
-        )
+        self.make_sampling = SamplingParams
+        self.max_answer_tokens = args.max_answer_tokens
         self.max_prompt_tokens = args.max_prompt_tokens
         self.queue_length = args.batch + args.batch // 4
         self.running: dict[str, tuple[Turn, list[int]]] = {}
@@ -109,8 +119,15 @@ class Generator:
             if not self.running:
                 return
             for output in self.engine.step():
+                answer = list(output.outputs[0].token_ids)
                 if output.finished:
-                    self._finish(output, answered, shard, writer)
+                    reason = output.outputs[0].finish_reason
+                elif self._repeats(output.request_id, answer):
+                    self.engine.abort_request([output.request_id])
+                    reason = "repetition"
+                else:
+                    continue
+                self._finish(output.request_id, answer, reason, answered, shard, writer)
             if time.monotonic() - reported > 20:
                 reported = time.monotonic()
                 _report(known + self.new_tokens, token_limit, self.new_tokens, reported - started)
@@ -129,20 +146,40 @@ class Generator:
             )["input_ids"]
             if len(prompt) > self.max_prompt_tokens:
                 continue
-            self.engine.add_request(turn.key, {"prompt_token_ids": prompt}, self.sampling)
+            self.engine.add_request(turn.key, {"prompt_token_ids": prompt}, self._sampling_of(turn))
             self.running[turn.key] = (turn, prompt)
 
+    def _sampling_of(self, turn: Turn) -> Any:
+        """Greedy up to the usual length, but for a first turn that says otherwise."""
+        plan, first = turn.conversation, turn.number == 0
+        return self.make_sampling(
+            temperature=plan.temperature if first else 0.0,
+            max_tokens=(plan.max_tokens if first else None) or self.max_answer_tokens,
+            detokenize=False,
+        )
+
+    def _repeats(self, request: str, answer: list[int]) -> bool:
+        """Whether a running answer goes in circles."""
+        turn = self.running[request][0]
+        fresh, turn.watched = answer[turn.watched :], len(answer)
+        return any([turn.watch.repeats(token) for token in fresh])
+
     def _finish(
-        self, output: Any, answered: dict[str, list[int]], shard: TextIO, writer: CacheWriter
+        self,
+        request: str,
+        answer: list[int],
+        reason: str,
+        answered: dict[str, list[int]],
+        shard: TextIO,
+        writer: CacheWriter,
     ) -> None:
-        turn, prompt = self.running.pop(output.request_id)
-        answer = list(output.outputs[0].token_ids)
+        turn, prompt = self.running.pop(request)
         record = {
             "id": turn.key,
-            "source": turn.conversation.source,
+            "source": turn.source,
             "prompt_ids": prompt,
             "answer_ids": answer,
-            "finish": output.outputs[0].finish_reason,
+            "finish": reason,
         }
         shard.write(json.dumps(record) + "\n")
         shard.flush()
@@ -156,15 +193,24 @@ class Generator:
 
     def _plan_follow_up(self, turn: Turn, answer: list[int]) -> None:
         """Queues the next turn of the conversation, if there is one."""
-        turns = turn.conversation.turns
-        if turn.number + 1 < len(turns):
-            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        plan, number = turn.conversation, turn.number + 1
+        if number >= len(plan.turns):
+            return
+        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        if plan.quoting:
+            if len(answer) < MIN_QUOTED_TOKENS:
+                return
+            complete = answer[-1] == self.tokenizer.eos_token_id
+            text = quotation(text, complete, one_line=int(plan.key, 16) % 2 == 0)
+            question = plan.turns[number].replace("{text}", text)
+            messages = [{"role": "user", "content": question}]
+        else:
             messages = [
                 *turn.messages,
                 {"role": "assistant", "content": text},
-                {"role": "user", "content": turns[turn.number + 1]},
+                {"role": "user", "content": plan.turns[number]},
             ]
-            self.follow_ups.append(Turn(turn.conversation, turn.number + 1, messages))
+        self.follow_ups.append(Turn(plan, number, messages))
 
 
 def _report(total: int, limit: int, new: int, seconds: float) -> None:
@@ -194,6 +240,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_200_000, help="answer tokens to reach")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop asking after this time")
     parser.add_argument("--batch", type=int, default=96, help="requests decoded together")
+    parser.add_argument("--mix", choices=TOKEN_SHARES, default="base", help="kinds of prompts")
+    parser.add_argument("--questions", type=Path, help="file of self_written.py, for --mix broad")
     parser.add_argument("--general", type=int, default=4000, help="chat prompts to compose")
     parser.add_argument("--max-answer-tokens", type=int, default=400)
     parser.add_argument("--max-prompt-tokens", type=int, default=1200)
@@ -201,7 +249,9 @@ def main() -> None:
     args = parser.parse_args()
 
     deadline = time.monotonic() + 60 * args.minutes
-    conversations = training_conversations(args.data, args.seed, args.general)
+    conversations = training_conversations(
+        args.data, args.seed, args.general, args.mix, args.questions
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     answered = {record["id"]: record["answer_ids"] for record in read_records(args.out)}
     hidden_size = json.loads((args.model / "config.json").read_text())["hidden_size"]

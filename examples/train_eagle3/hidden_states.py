@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from repetition import length_before_repetition
 
 MIN_ANSWER_TOKENS = 3
 
@@ -116,6 +117,20 @@ class HiddenStateCache:
         if path.stat().st_size == 0:
             return np.empty((0, width), dtype)
         return np.memmap(path, dtype, mode="r").reshape(-1, width)
+
+    def cut_repetitions(self) -> int:
+        """Leaves out of this object's view what answers repeat; nothing may be added afterwards.
+
+        Returns:
+            The number of answer tokens that are left out. The files stay as they are.
+        """
+        left_out = 0
+        for chat, entry in enumerate(self.entries):
+            answer = self.tokens_of(chat)[entry.prompt :].tolist()
+            kept = entry.prompt + length_before_repetition(answer)
+            left_out += entry.length - kept
+            self.entries[chat] = replace(entry, length=kept)
+        return left_out
 
     def aux_of(self, chat: int) -> torch.Tensor:
         """[context_rows, 3 * hidden] bf16 of chat number ``chat``."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training prompts: published question sets from a data folder, and prompts composed here.
+"""Training prompts: published question sets, prompts composed here, and questions by the target.
 
 Every prompt is a conversation plan: a list of user turns, answered one after the other by the
-target itself. All choices are drawn from one seeded generator, so the same seed and the same data
-folder give the same list. No evaluation set is read.
+target itself. Two mixes of them exist: "base" is maths, code and chat; "broad" is what the base mix
+has little of, namely questions that the target wrote (``self_written.py``), texts by the target
+with requests to summarise them, and instructions. All choices are drawn from one seeded generator,
+so the same seed and the same files give the same list. No evaluation set is read.
 """
 
 from __future__ import annotations
@@ -12,42 +14,44 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composed_parts import (
-    CODE_TASKS,
-    COMPARISONS,
-    DATA_STRUCTURES,
-    EXTRACTION_FORMS,
-    FOLLOW_UPS,
-    FUNCTION_SPECS,
-    GENERAL_TEMPLATES,
-    LANGUAGES,
-    NAMES,
-    PERSONAS,
-    PLACES,
-    PRODUCTS,
-    QUESTIONS,
-    STORIES,
-    TOPICS,
-    WORDS,
-)
+from composed import BASE_KINDS, BROAD_KINDS, Kinds, composed_turns, fill
+from composed_parts import ARTICLE_FORMS, FUNCTION_SPECS, SUMMARY_FORMS
 
-# Share of the answer tokens that each group should have, and the mean answer tokens (both turns)
-# that the demo target was seen to give; together they set how densely a group's items are placed.
-TOKEN_SHARES = {"maths": 0.41, "code": 0.29, "chat": 0.30}
-MEAN_TOKENS = {"maths": 215, "code": 185, "chat": 350}
+# Share of the answer tokens that each group should have, by mix, and the mean answer tokens (all
+# turns) that the demo target was seen to give; together they set how densely a group is placed.
+TOKEN_SHARES = {
+    "base": {"maths": 0.41, "code": 0.29, "chat": 0.30},
+    "broad": {"questions": 0.42, "articles": 0.36, "instructions": 0.22},
+}
+MEAN_TOKENS = {
+    "maths": 215,
+    "code": 185,
+    "chat": 350,
+    "questions": 230,
+    "articles": 520,
+    "instructions": 330,
+}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """User turns to be answered, and the name of the set that they come from."""
+    """User turns to be answered, and the name of the set that they come from.
+
+    If ``quoting`` is set, the first answer is a text to be talked about: it is sampled at
+    ``temperature``, and every later turn opens a chat of its own that quotes it in place of
+    ``{text}``.
+    """
 
     source: str
     turns: tuple[str, ...]
+    quoting: bool = False
+    temperature: float = 0.0  # of the first answer; 0 is greedy
+    max_tokens: int | None = None  # of the first answer, if it is not the usual limit
 
     @property
     def key(self) -> str:
@@ -55,24 +59,41 @@ class Conversation:
         return hashlib.sha256(json.dumps(self.turns).encode()).hexdigest()[:16]
 
 
-def training_conversations(data: Path, seed: int, general: int) -> list[Conversation]:
+def training_conversations(
+    data: Path, seed: int, general: int, mix: str = "base", questions: Path | None = None
+) -> list[Conversation]:
     """All conversations in an order of which any prefix is a fair mix.
 
     Args:
         data: folder with gsm8k_train.jsonl, mbpp.jsonl and self_instruct.jsonl.
         seed: of every random choice.
         general: how many chat and coding conversations to compose.
+        mix: "base" or "broad".
+        questions: file of ``self_written.py``, for the broad mix.
 
     Returns:
         Distinct conversations. As long as no group is used up, the answers' tokens are split
         among the groups as ``TOKEN_SHARES`` says.
     """
-    rng = random.Random(seed)
-    maths = [Conversation("gsm8k", (row["question"],)) for row in _rows(data, "gsm8k_train.jsonl")]
-    code = list(_mbpp(_rows(data, "mbpp.jsonl"), rng)) + list(_function_completions(rng))
     chat = list(_self_instruct(_rows(data, "self_instruct.jsonl")))
-    chat += _composed(rng, general)
-    return list(_interleaved({"maths": maths, "code": code, "chat": chat}, rng))
+    if mix == "broad":
+        rng = random.Random(f"{seed}/broad")
+        written = _rows(questions.parent, questions.name) if questions else []
+        groups = {
+            "questions": [Conversation("magpie", (row["question"],)) for row in written],
+            "articles": _articles(rng, general),
+            "instructions": chat + _composed(rng, general, BROAD_KINDS),
+        }
+    else:
+        rng = random.Random(seed)
+        rows = _rows(data, "gsm8k_train.jsonl")
+        code = list(_mbpp(_rows(data, "mbpp.jsonl"), rng)) + list(_function_completions(rng))
+        groups = {
+            "maths": [Conversation("gsm8k", (row["question"],)) for row in rows],
+            "code": code,
+            "chat": chat + _composed(rng, general, BASE_KINDS),
+        }
+    return list(_interleaved(groups, TOKEN_SHARES[mix], rng))
 
 
 def _rows(data: Path, name: str) -> list[dict[str, Any]]:
@@ -81,13 +102,13 @@ def _rows(data: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _interleaved(
-    groups: dict[str, list[Conversation]], rng: random.Random
+    groups: dict[str, list[Conversation]], shares: dict[str, float], rng: random.Random
 ) -> Iterator[Conversation]:
     """Shuffles each group, then merges the groups by their shares; repeated turns are left out."""
     placed: list[tuple[float, Conversation]] = []
     for name, group in groups.items():
         rng.shuffle(group)
-        spacing = MEAN_TOKENS[name] / TOKEN_SHARES[name]
+        spacing = MEAN_TOKENS[name] / shares[name]
         placed += [((i + rng.random()) * spacing, item) for i, item in enumerate(group)]
     seen: set[str] = set()
     for _, item in sorted(placed, key=lambda pair: pair[0]):
@@ -164,197 +185,34 @@ def _self_instruct(rows: Iterable[dict[str, Any]]) -> Iterator[Conversation]:
         yield Conversation("self_instruct", (prompt,))
 
 
-def _composed(rng: random.Random, count: int) -> list[Conversation]:
-    """``count`` distinct conversations of the kinds below, a third of them with two turns."""
-    kinds: list[tuple[Callable[[random.Random], str], int]] = [
-        (_from_template, 9),
-        (_question, 3),
-        (_roleplay, 3),
-        (_comparison, 2),
-        (_coding_request, 5),
-        (_summary, 2),
-        (_extraction, 2),
-        (_arithmetic, 2),
-        (_word_puzzle, 2),
-        (_edit, 2),
-        (_short_answer, 2),
-    ]
-    makers = [maker for maker, weight in kinds for _ in range(weight)]
+def _composed(rng: random.Random, count: int, kinds: Kinds) -> list[Conversation]:
+    return [Conversation("composed", turns) for turns in composed_turns(rng, count, kinds)]
+
+
+def _articles(rng: random.Random, count: int) -> list[Conversation]:
+    """Requests for news and other texts, each with a request to summarise what was written."""
     made: dict[str, Conversation] = {}
-    for _ in range(20 * count):
-        if len(made) == count:
-            break
-        turns = [rng.choice(makers)(rng)]
-        if rng.random() < 1 / 3:
-            turns.append(rng.choice(FOLLOW_UPS))
-        made.setdefault(turns[0], Conversation("composed", tuple(turns)))
+    for _ in range(count):
+        request = fill(rng, rng.choice(ARTICLE_FORMS))
+        turns = (request, rng.choice(SUMMARY_FORMS))
+        made[request] = Conversation(
+            "article",
+            turns,
+            quoting=True,
+            temperature=rng.choice([0.6, 0.8]),
+            max_tokens=rng.choice([250, 350, 450, 600, 900]),
+        )
     return list(made.values())
 
 
-def _from_template(rng: random.Random) -> str:
-    template = rng.choice(GENERAL_TEMPLATES)
-    return template.format(
-        topic=rng.choice(TOPICS),
-        name=rng.choice(NAMES),
-        place=rng.choice(PLACES),
-        product=rng.choice(PRODUCTS),
-        count=rng.choice(["three", "four", "five", "six", "ten"]),
-        words=rng.choice([50, 80, 100, 150, 200]),
-    )
+def quotation(text: str, complete: bool, one_line: bool) -> str:
+    """A text as a user would paste it.
 
-
-def _question(rng: random.Random) -> str:
-    return rng.choice(["", "", "Briefly: ", "In your own words: "]) + rng.choice(QUESTIONS)
-
-
-def _roleplay(rng: random.Random) -> str:
-    persona = rng.choice(PERSONAS)
-    frame = rng.choice(
-        [
-            "You are {p}. Stay in character and tell me what you think about {t}.",
-            "Pretend to be {p}. A visitor asks you about {t}. What do you say?",
-            "Speak as {p} would, and explain {t} to a beginner.",
-            "Take the part of {p}. Start a conversation with me about {t}.",
-            "As {p}, write a short letter to a friend about {t}.",
-        ]
-    )
-    return frame.format(p=persona, t=rng.choice(TOPICS))
-
-
-def _comparison(rng: random.Random) -> str:
-    first, second = rng.choice(COMPARISONS)
-    frame = rng.choice(
-        [
-            "What are the main differences between {a} and {b}?",
-            "Compare {a} with {b}. When would you choose one over the other?",
-            "Explain the advantages and disadvantages of {a} and {b} in a short table or list.",
-            "Which is better for a beginner, {a} or {b}? Give reasons.",
-        ]
-    )
-    return frame.format(a=first, b=second)
-
-
-def _coding_request(rng: random.Random) -> str:
-    frame = rng.choice(
-        [
-            "Write a {lang} program that {task}.",
-            "Write a {lang} function that {task}. Explain how it works.",
-            "How would you write code in {lang} that {task}?",
-            "Implement {structure} in {lang} with the usual operations.",
-            "Write a Python function that {task}. Add a docstring and two examples.",
-            "Write a Python function that {task}.",
-            "Write unit tests for a Python function that {task}.",
-            "Explain how {structure} works, and what its operations cost.",
-        ]
-    )
-    return frame.format(
-        lang=rng.choice(LANGUAGES),
-        task=rng.choice(CODE_TASKS),
-        structure=rng.choice(DATA_STRUCTURES),
-    )
-
-
-def _story(rng: random.Random) -> str:
-    """A short factual-sounding passage of two to five composed sentences."""
-    sentences = rng.sample(STORIES, rng.randint(2, 5))
-    filled = [
-        text.format(
-            name=rng.choice(NAMES),
-            other=rng.choice(NAMES),
-            place=rng.choice(PLACES),
-            product=rng.choice(PRODUCTS),
-            number=rng.randint(3, 900),
-            year=rng.randint(1950, 2024),
-        )
-        for text in sentences
-    ]
-    return " ".join(filled)
-
-
-def _summary(rng: random.Random) -> str:
-    frame = rng.choice(
-        [
-            "Summarise the following text in one sentence:\n\n{text}",
-            "Summarize this passage for a busy reader:\n\n{text}",
-            "{text}\n\nWhat is the main point of the text above?",
-            "Give a title to this text and list its key points.\n\n{text}",
-            "Rewrite the following text in simpler words:\n\n{text}",
-        ]
-    )
-    return frame.format(text=_story(rng))
-
-
-def _extraction(rng: random.Random) -> str:
-    return rng.choice(EXTRACTION_FORMS).format(text=_story(rng))
-
-
-def _arithmetic(rng: random.Random) -> str:
-    a, b, c = rng.randint(2, 60), rng.randint(2, 40), rng.randint(2, 12)
-    name, other = rng.choice(NAMES), rng.choice(NAMES)
-    frame = rng.choice(
-        [
-            "What is {a} + {b} * {c}? Show each step.",
-            "Solve for x: {c}x + {b} = {a}.",
-            "{name} has {a} apples and gives {c} to {other}. How many are left?",
-            "A shop sells pens at ${c} each. How much do {b} pens cost?",
-            "A train travels {a} km in {c} hours. What is its average speed?",
-            "What is the area of a rectangle of {a} cm by {b} cm?",
-            "If a bag holds {b} red and {c} blue balls, what is the probability to draw a red one?",
-            "Find the next two numbers of the sequence {c}, {b}, {a} and explain your rule.",
-            "Given f(x) = {c}x^2 - {b}x + 1, find f({c}).",
-            "{name} is {c} years older than {other}, who is {b}. How old is {name}?",
-            "What is {c} percent of {a}?",
-        ]
-    )
-    return frame.format(a=a + b, b=b, c=c, name=name, other=other)
-
-
-def _word_puzzle(rng: random.Random) -> str:
-    words = rng.sample(WORDS, 4)
-    names = rng.sample(NAMES, 3)
-    frame = rng.choice(
-        [
-            "Which word does not belong with the others: {w0}, {w1}, {w2}, {w3}? Why?",
-            "Put these words in alphabetical order: {w0}, {w1}, {w2}, {w3}.",
-            "{n0} is taller than {n1}. {n1} is taller than {n2}. Who is the shortest, and why?",
-            "Use the words {w0}, {w1} and {w2} in one sentence.",
-            "Write a two-line rhyme about {w0} and {w1}.",
-            "Write a haiku about {w0}.",
-            "{n0} sits left of {n1}, and {n2} sits right of {n1}. Who sits in the middle?",
-            "If all {w0}s are {w1}s and some {w1}s are {w2}s, are all {w0}s {w2}s? Explain.",
-            "Make up a short fable in which a {w0} meets a {w1}.",
-        ]
-    )
-    filled = {f"w{i}": word for i, word in enumerate(words)}
-    filled |= {f"n{i}": name for i, name in enumerate(names)}
-    return frame.format(**filled)
-
-
-def _edit(rng: random.Random) -> str:
-    frame = rng.choice(
-        [
-            "Correct the grammar and spelling: {text}",
-            "Translate the following sentence into {tongue}: {text}",
-            "Rewrite this in a more formal tone: {text}",
-            "Turn the following into a bullet list: {text}",
-            "Is the tone of this sentence positive, neutral or negative? {text}",
-            "Rewrite the following sentence in the passive voice: {text}",
-        ]
-    )
-    sentence = _story(rng).split(". ")[0].rstrip(".") + "."
-    tongue = rng.choice(["French", "Spanish", "German", "Italian"])
-    return frame.format(text=sentence, tongue=tongue)
-
-
-def _short_answer(rng: random.Random) -> str:
-    frame = rng.choice(
-        [
-            "Give me one interesting fact about {t}.",
-            "In one sentence, what is {t}?",
-            "Name {n} things connected with {t}.",
-            "True or false: most people know little about {t}. Explain in a sentence.",
-            "What is the first thing to learn about {t}?",
-            "Which book would you suggest to someone interested in {t}?",
-        ]
-    )
-    return frame.format(t=rng.choice(TOPICS), n=rng.choice(["three", "four", "five"]))
+    Args:
+        text: as the target wrote it.
+        complete: whether it came to its end; if not, the last, torn sentence is left out.
+        one_line: whether to drop its line breaks.
+    """
+    if not complete and (end := max(text.rfind(mark) for mark in ".!?")) > 0:
+        text = text[: end + 1]
+    return " ".join(text.split()) if one_line else text.strip()

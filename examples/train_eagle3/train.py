@@ -31,19 +31,37 @@ HELD_OUT_SHARE = 64  # one chat in this many is kept for validation
 MIN_LEARNING_RATE = 0.02  # of the peak, at the end
 
 
+def answers_of(cache: HiddenStateCache) -> list[dict[str, Any]]:
+    """Source and answer tokens of every chat."""
+    return [
+        {"source": entry.source, "answer_ids": cache.tokens_of(chat)[entry.prompt :].tolist()}
+        for chat, entry in enumerate(cache.entries)
+    ]
+
+
 def choose_draft_vocabulary(
-    records: list[dict[str, Any]], size: int, vocab_size: int
+    answers: list[dict[str, Any]], size: int, vocab_size: int
 ) -> tuple[torch.Tensor, float]:
     """The most frequent answer tokens; ties and free places go to the lowest ids.
 
     Returns:
         [size] ascending target ids, and the share of answer tokens that they cover.
     """
-    counts = Counter(token for record in records for token in record["answer_ids"])
+    counts = Counter(token for answer in answers for token in answer["answer_ids"])
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     chosen = sorted(ranked[:size])
     covered = sum(counts[token] for token in chosen) / counts.total()
     return torch.tensor(chosen), covered
+
+
+def coverage_by_source(answers: list[dict[str, Any]], ids: torch.Tensor) -> dict[str, float]:
+    """Share of each source's answer tokens that is among ``ids``."""
+    chosen = set(ids.tolist())
+    total, covered = Counter[str](), Counter[str]()
+    for answer in answers:
+        total[answer["source"]] += len(answer["answer_ids"])
+        covered[answer["source"]] += sum(token in chosen for token in answer["answer_ids"])
+    return {source: covered[source] / total[source] for source in total}
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -52,6 +70,13 @@ def choose_draft_vocabulary(
 def held_out(entry: Entry) -> bool:
     """Whether a chat serves for validation; all turns of a conversation fall on one side."""
     return int(entry.id.split("/")[0], 16) % HELD_OUT_SHARE == 0
+
+
+def some_of(
+    cache: HiddenStateCache, chats: list[int], shares: dict[str, float], rng: random.Random
+) -> list[int]:
+    """Those chats that take part in one epoch: of the named sources a random share, else all."""
+    return [chat for chat in chats if rng.random() < shares.get(cache.entries[chat].source, 1.0)]
 
 
 def batches_of(
@@ -176,14 +201,33 @@ def write_head(
 
 @torch.no_grad()
 def start_from_head(head: DraftHead, folder: Path) -> None:
-    """Takes over the weights of an earlier head; output rows are matched by target token."""
+    """Takes over the weights of an earlier head; output rows are matched by target token.
+
+    A token that the earlier head could not draft starts with the row that the linear map from the
+    target's output rows to the earlier head's foresees. The target's own row would not do: training
+    has turned and shifted the others so far that the new tokens would be drafted everywhere.
+    """
     saved = load_file(folder / "model.safetensors")
     saved_ids = saved.pop("d2t") + torch.arange(saved["lm_head.weight"].shape[0])
+    saved_rows = saved.pop("lm_head.weight").float()
     rows = head.draft_ids[saved_ids]
     shared = rows >= 0
-    output_rows = saved.pop("lm_head.weight").float()
-    head.lm_head.weight[rows[shared]] = output_rows[shared]
+    head.lm_head.weight.copy_(foreseen_rows(head, saved_ids, saved_rows))
+    head.lm_head.weight[rows[shared]] = saved_rows[shared]
     head.load_state_dict({k: v.float() for k, v in saved.items()}, strict=False)
+
+
+def foreseen_rows(
+    head: DraftHead, saved_ids: torch.Tensor, saved_rows: torch.Tensor
+) -> torch.Tensor:
+    """[draft_vocab, hidden] output rows of ``head`` by a ridge regression on those of another."""
+
+    def features(ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head.embedding[ids].float(), torch.ones(len(ids), 1)], dim=1)
+
+    known = features(saved_ids)
+    gram = known.T @ known + 0.1 * torch.eye(known.shape[1])
+    return features(head.target_ids) @ torch.linalg.solve(gram, known.T @ saved_rows)
 
 
 def make_optimizers(
@@ -215,15 +259,18 @@ class Training:
         torch.manual_seed(args.seed)
         self.target_config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
         target = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
-        self.records = list(read_records(args.answers))
         self.cache = HiddenStateCache(
             args.work / "hidden_states", self.target_config["hidden_size"], tuple(args.aux_layers)
         )
-        self.cache.extend(target, self.records)
+        self.cache.extend(target, read_records(args.answers))
+        print(f"{self.cache.cut_repetitions()} answer tokens are repetition and left out")
+        answers = answers_of(self.cache)
         ids, self.coverage = choose_draft_vocabulary(
-            self.records, args.draft_vocab, self.target_config["vocab_size"]
+            answers, args.draft_vocab, self.target_config["vocab_size"]
         )
-        print(f"draft vocabulary covers {100 * self.coverage:.2f} % of the answer tokens")
+        print(f"draft vocabulary covers {100 * self.coverage:.2f} % of the answer tokens:")
+        for source, share in coverage_by_source(answers, ids).items():
+            print(f"  {100 * share:.2f} % of {source}")
         self.head = DraftHead(self._shape(), target.model.embed_tokens.weight.detach(), ids)
         self.head.start_from_target(target)
         if args.init_from:
@@ -283,7 +330,8 @@ class Training:
         passed = 0
         for epoch in range(10_000):
             rng = random.Random(f"{self.args.seed}/{epoch}")
-            for batch in batches_of(self.cache, self.train_chats, self.args.batch_tokens, rng):
+            chats = some_of(self.cache, self.train_chats, self.args.share, rng)
+            for batch in batches_of(self.cache, chats, self.args.batch_tokens, rng):
                 if passed >= self.step:
                     yield batch
                 passed += 1
@@ -356,12 +404,18 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Accuracy on the held-out chats."""
-        rng = random.Random(0)
-        batches = batches_of(self.cache, self.test_chats, self.args.batch_tokens, rng)
-        reports = [self._loss(chats)[1] for chats in batches]
-        print(f"validation {summary(reports)}", flush=True)
-        return accuracies(reports)
+        """Accuracy on the held-out chats; also printed for each source."""
+        by_source: dict[str, list[int]] = {}
+        for chat in self.test_chats:
+            by_source.setdefault(self.cache.entries[chat].source, []).append(chat)
+        every = []
+        for source, chats in by_source.items():
+            batches = batches_of(self.cache, chats, self.args.batch_tokens, random.Random(0))
+            reports = [self._loss(batch)[1] for batch in batches]
+            print(f"validation of {len(chats)} {source}: {summary(reports)}", flush=True)
+            every += reports
+        print(f"validation {summary(every)}", flush=True)
+        return accuracies(every)
 
     def write(self, validation: dict[str, Any] | None = None) -> None:
         """Writes the head as it is now."""
@@ -373,10 +427,11 @@ class Training:
         for entry in entries:
             answers[entry.source] += entry.length - entry.prompt
         names = ("seed", "batch_tokens", "lr", "warmup", "weight_decay", "unroll", "decay")
-        names += ("hard_weight", "min_path", "draft_vocab")
+        names += ("hard_weight", "min_path", "draft_vocab", "share")
         return {
             "target": "SmolLM2-135M-Instruct",
-            "method": "EAGLE-3 with training-time test on greedy answers of the target",
+            "method": "EAGLE-3 with training-time test on answers of the target",
+            "continued_from": self._earlier_training(),
             "steps_done": self.step,
             "answer_rows_seen": self.seen_tokens,
             "training_minutes": round(self.seconds / 60, 1),
@@ -392,6 +447,16 @@ class Training:
             "validation": validation,
             "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
         }
+
+    def _earlier_training(self) -> dict[str, Any] | None:
+        """What the provenance of the head of --init-from says about its own training."""
+        path = self.args.init_from and self.args.init_from / "provenance.json"
+        if not path or not path.exists():
+            return None
+        names = ("continued_from", "steps_done", "answer_rows_seen", "training_minutes")
+        names += ("hyper_parameters",)
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        return {name: earlier[name] for name in names if name in earlier}
 
 
 def accuracies(reports: list[list[dict[str, float]]]) -> dict[str, Any]:
@@ -424,6 +489,12 @@ def summary(reports: list[list[dict[str, float]]]) -> str:
     return f"loss {values['loss']:.3f} accuracy [{accuracy}] rows [{share}] chain 4: {length:.2f}"
 
 
+def source_share(text: str) -> tuple[str, float]:
+    """Reads an argument of the form source=share."""
+    source, _, share = text.partition("=")
+    return source, float(share)
+
+
 def arguments() -> argparse.Namespace:
     """Command line; see README.md."""
     parser = argparse.ArgumentParser(description="train an EAGLE-3 head")
@@ -444,10 +515,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--min-path", type=float, default=0.05, help="path probability to go on")
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--aux-layers", type=int, nargs=3, default=[2, 15, 27])
+    parser.add_argument(
+        "--share",
+        type=source_share,
+        nargs="+",
+        default=[],
+        metavar="SOURCE=SHARE",
+        help="train on a random part of a source in each epoch, such as gsm8k=0.5",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report-every", type=int, default=20)
     parser.add_argument("--checkpoint-minutes", type=float, default=5.0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.share = dict(args.share)
+    return args
 
 
 def main() -> None:
