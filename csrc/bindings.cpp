@@ -20,6 +20,10 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(
       "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
       "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
+  m.def(
+      "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes) -> "
+      "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
+      "Tensor ancestors, Tensor is_chain)");
   m.def("build_info() -> str");
   m.def("set_simd_level(str name) -> ()");
 }
@@ -27,6 +31,7 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
 STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("tree_attention", TORCH_BOX(&vllm_echo::cpu::tree_attention));
   m.impl("commit_kv", TORCH_BOX(&vllm_echo::cpu::commit_kv));
+  m.impl("pack_trees", TORCH_BOX(&vllm_echo::cpu::pack_trees));
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
 }
 

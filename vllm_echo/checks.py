@@ -7,7 +7,7 @@ Every message is one line: the key with its path, the value, what is wrong, what
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_echo.errors import EchoConfigError
@@ -36,8 +36,38 @@ def check_probability(path: str, value: Any, right: str) -> None:
     """Refuse what is not a number within [0, 1]."""
     if not (is_int(value) or isinstance(value, float)):
         raise EchoConfigError(f"{path}: {show(value)} is {kind(value)}; give {right}")
-    if math.isnan(value) or not 0 <= value <= 1:
+    if not _is_finite(value) or not 0 <= value <= 1:
         raise EchoConfigError(f"{path}: {show(value)} is no probability; give {right}")
+
+
+def check_number(path: str, value: Any, meaning: str, low: float = -math.inf) -> None:
+    """Refuse what is not a finite number of at least ``low``."""
+    if not (is_int(value) or isinstance(value, float)) or not _is_finite(value):
+        raise EchoConfigError(f"{path}: {show(value)} is no finite number; give {meaning}")
+    if value < low:
+        raise EchoConfigError(f"{path}: {show(value)} is below {low}; give {meaning}")
+
+
+def check_numbers(path: str, value: Any, count: int, meaning: str, low: float = -math.inf) -> None:
+    """Refuse what is not a list of ``count`` finite numbers of at least ``low``."""
+    check_type(path, value, (list, tuple), meaning)
+    if len(value) != count:
+        raise EchoConfigError(f"{path}: has {len(value)} values; give {meaning}")
+    for number in value:
+        check_number(path, number, meaning, low)
+
+
+def check_keys(
+    path: str, value: Mapping[str, Any], names: Iterable[str], optional: Iterable[str] = ()
+) -> None:
+    """Refuse keys that nobody knows, and missing ones that are not ``optional``."""
+    names = list(names)
+    for key in value:
+        if key not in names:
+            raise unknown_key(f"{path}.{key}", str(key), names)
+    for name in names:
+        if name not in value and name not in optional:
+            raise EchoConfigError(f"{path}.{name}: is missing; known are {', '.join(names)}")
 
 
 def check_type(path: str, value: Any, expected: type | tuple[type, ...], right: str) -> None:
@@ -58,6 +88,14 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """The closest choice as a question in brackets, or nothing."""
     close = difflib.get_close_matches(str(word), list(choices), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _is_finite(value: int | float) -> bool:
+    """JSON has whole numbers of any length; Python's float has not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_int(value: Any) -> bool:

@@ -5,27 +5,35 @@
      "model": "path/or/hub-name/of/an/EAGLE-3-head",     required
      "num_speculative_tokens": 8,     most nodes that one request may have in a step, 1..255
      "echo": {
-       "policy": "echo",              echo | static | chain
-       "k_max": 32,                   most nodes of a whole step, all requests together
+       "policy": "echo",              one of POLICIES
+       "k_max": 32,                   most nodes of a whole step, all requests together; 0 drafts
+                                      nothing, "auto" follows the load by the cost curve
        "max_depth": 6,                deepest level a tree may grow to
-       "target_depth": 4,             depth of static and chain, and of the second default gate
+       "target_depth": 4,             depth of static and chain, of the second default gate, and
+                                      from which ddd may stop
        "top_k": 3,                    children drafted for an expanded node
-       "gates": [{"depth": 0, "threshold": 0.2}, {"depth": 4, "threshold": 0.3}]}}
+       "gates": [{"depth": 0, "threshold": 0.2}, {"depth": 4, "threshold": 0.3}],
+       "threshold": 0.3,              of fixed-threshold's gates, and of ddd's beam
+       "transfer": true,              false: every request keeps its even share of k_max
+       "width": true,                 false: what depth leaves of the budget is not spent
+       "profile": {...},              cost curve, written by `vllm-echo profile` (cost.py)
+       "calibration": {...}}}         acceptance, written by `vllm-echo calibrate` (acceptance.py)
 
 A gate at depth d judges the layer drafted *from* depth d, that is the nodes of depth d + 1. Its
 confidence c is the probability of the most likely path to that layer, exp(max score); the request
 passes when c > threshold, otherwise it is truncated there. Left out, gates stand at the root (0.2)
-and at target_depth (0.3); `"gates": []` means none. Only the policy `echo` asks them: `static`
-drafts a fixed tree whatever the confidence, `chain` one node a level.
+and at target_depth (0.3); `"gates": []` means none. echo, dense and fixed-threshold ask gates; the
+other policies have rules of their own (policies.py).
 
 Depths that are left out shrink to what num_speculative_tokens allows. vLLM's own keys in VLLM_KEYS
-keep their meaning. Nothing here imports torch or vLLM.
+keep their meaning. Nothing here imports vLLM.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_echo.acceptance import Calibration
 from vllm_echo.checks import (
     check_int,
     check_probability,
@@ -36,6 +44,7 @@ from vllm_echo.checks import (
     unknown_key,
 )
 from vllm_echo.config_file import METHOD, is_echo_request, parse_speculative_config
+from vllm_echo.cost import CostCurve
 from vllm_echo.errors import EchoConfigError
 
 __all__ = [
@@ -47,13 +56,15 @@ __all__ = [
     "parse_speculative_config",
 ]
 
-POLICIES = ("echo", "static", "chain")
+POLICIES = ("echo", "goodput", "dense", "fixed-threshold", "static", "ddd", "chain")
+AUTO = "auto"
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 DEFAULT_K_MAX = 32
 DEFAULT_MAX_DEPTH = 6
 DEFAULT_TARGET_DEPTH = 4
 DEFAULT_TOP_K = 3
+DEFAULT_THRESHOLD = 0.3
 DEFAULT_ROOT_THRESHOLD = 0.2
 DEFAULT_TARGET_THRESHOLD = 0.3
 
@@ -111,11 +122,16 @@ class EchoConfig:
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     policy: str = "echo"
-    k_max: int = DEFAULT_K_MAX
+    k_max: int | str = DEFAULT_K_MAX
     max_depth: int = DEFAULT_MAX_DEPTH
     target_depth: int = DEFAULT_TARGET_DEPTH
     top_k: int = DEFAULT_TOP_K
     gates: tuple[Gate, ...] = DEFAULT_GATES
+    threshold: float = DEFAULT_THRESHOLD
+    transfer: bool = True
+    width: bool = True
+    profile: CostCurve | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -126,12 +142,22 @@ class EchoConfig:
         most = MAX_NODES_PER_REQUEST
         num_nodes = self.num_speculative_tokens
         check_int("num_speculative_tokens", num_nodes, 1, most, "nodes of one request in a step")
-        check_int("echo.k_max", self.k_max, 1, MAX_NODES_PER_STEP, "nodes of a whole step")
+        if self.k_max != AUTO:
+            meaning = f'nodes of a whole step, or "{AUTO}"'
+            check_int("echo.k_max", self.k_max, 0, MAX_NODES_PER_STEP, meaning)
         check_int("echo.max_depth", self.max_depth, 1, most, "levels of a tree")
         check_int("echo.target_depth", self.target_depth, 1, most, "levels of a tree")
         check_int("echo.top_k", self.top_k, 1, most, "children of a node")
+        check_probability("echo.threshold", self.threshold, "a number from 0 to 1")
+        check_type("echo.transfer", self.transfer, bool, "true or false")
+        check_type("echo.width", self.width, bool, "true or false")
         self._check_depths()
         self._check_gates()
+
+    @property
+    def needs_profile(self) -> bool:
+        """Does a decision depend on the cost curve?"""
+        return self.k_max == AUTO or self.policy == "goodput"
 
     def _check_depths(self) -> None:
         num_nodes = self.num_speculative_tokens
@@ -204,12 +230,19 @@ class EchoConfig:
                 Gate(0, DEFAULT_ROOT_THRESHOLD),
                 Gate(target_depth, DEFAULT_TARGET_THRESHOLD),
             )
+        if "profile" in values:
+            values["profile"] = CostCurve.from_dict(values["profile"], "echo.profile")
+        if "calibration" in values:
+            path = "echo.calibration"
+            values["calibration"] = Calibration.from_dict(values["calibration"], path)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for worker processes and for printing."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["gates"] = [{"depth": g.depth, "threshold": g.threshold} for g in self.gates]
+        for name in ("profile", "calibration"):
+            values[name] = values[name].to_dict() if values[name] is not None else None
         return values
 
     @classmethod

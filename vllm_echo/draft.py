@@ -7,15 +7,15 @@ forward. Nothing is sampled: candidates are the draft model's top-k by probabili
 is what makes pruning by their own probability lossless (docs/algorithm.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 
-from vllm_echo.gate import layer_confidence
-from vllm_echo.policies import Policy
-from vllm_echo.schedule import grant_layer
-from vllm_echo.tree import BITS_PER_WORD, ROOT, CandidateTrees, num_words
+from vllm_echo.budget import Offer
+from vllm_echo.cost import StepLoad
+from vllm_echo.policies import Growth, Policy, TreeShape
+from vllm_echo.tree import ROOT, CandidateTrees
 
 
 @dataclass
@@ -49,6 +49,14 @@ class DraftBatch:
     """[R] bool, its draft slots exist, so nodes below depth 1 can be drafted."""
     chain_only: torch.Tensor
     """[R] bool, only one child a node (structured output: masks are per position)."""
+    max_depths: torch.Tensor
+    """[R] int32, deepest layer that can still be used (a request near its max_tokens)."""
+    sampled: torch.Tensor
+    """[R] bool, temperature above 0."""
+
+    def of(self, requests: torch.Tensor) -> "DraftBatch":
+        """The rows ``requests`` [A] int64."""
+        return DraftBatch(*(getattr(self, f.name)[requests] for f in fields(self)))
 
 
 class DraftHead(Protocol):
@@ -66,128 +74,157 @@ class DraftHead(Protocol):
 
 @dataclass
 class _Layer:
-    """The candidates of one depth, columns of the table to be: [R, M]."""
+    """The candidates of one depth: views of the table's columns, [R, M]."""
 
     tokens: torch.Tensor
     parents: torch.Tensor
     scores: torch.Tensor
     first_column: int
 
+    def write(
+        self,
+        requests: torch.Tensor,
+        tokens: torch.Tensor,
+        parents: torch.Tensor | None,
+        scores: torch.Tensor,
+    ) -> None:
+        """Fill in the rows ``requests`` [A]; each value is [A, M]. Without ``parents`` the root."""
+        whole = requests.shape[0] == self.scores.shape[0]
+        for column, values in (
+            (self.tokens, tokens),
+            (self.parents, parents),
+            (self.scores, scores),
+        ):
+            if values is None:
+                continue
+            if whole:
+                column.copy_(values)
+            else:
+                column[requests] = values.to(column.dtype)
+
 
 def grow_trees(
-    head: DraftHead, batch: DraftBatch, policy: Policy, budget: int
-) -> tuple[CandidateTrees, int]:
-    """Draft for all requests; returns the candidates and the budget that phase 1 left.
+    head: DraftHead, batch: DraftBatch, policy: Policy, offer: Offer, load: StepLoad
+) -> tuple[CandidateTrees, Growth]:
+    """Draft for all requests; returns the candidates, and what was decided on the way.
 
-    ``budget`` is K_max, nodes of the whole step. Fixed-shape policies spend nothing here.
+    ``offer`` is the step's budget. Fixed-shape policies spend nothing of it here.
     """
-    layer = _first_layer(head, batch, policy)
-    layers = [layer]
-    num_layers = torch.zeros_like(batch.max_nodes)
-    truncated = torch.zeros_like(batch.chain_only)
-    active = batch.max_nodes > 0
+    shape = policy.shape
+    caps = policy.caps(batch.max_nodes, offer)
+    growth = Growth(
+        offer=offer,
+        load=load,
+        caps=caps,
+        sampled=batch.sampled,
+        deepest=torch.minimum(
+            batch.max_depths.clamp(max=policy.depth_limit(offer)),
+            torch.where(batch.can_expand, caps, 1),
+        ),
+        active=caps > 0,
+        num_layers=torch.zeros_like(batch.max_nodes),
+        truncated=torch.zeros_like(batch.chain_only),
+        budget=offer.num_nodes,
+    )
+    table = _empty_table(batch.max_nodes.shape[0], shape, growth)
+    any_chain = bool(batch.chain_only.any())
+    tokens, log_probs = head.expand_roots(shape.top_k)
+    log_probs = _usable_children(log_probs, batch.chain_only if any_chain else None)
+    scores = policy.child_scores(1, log_probs, batch.sampled)
+    layer = _layer(table, shape, 1)
+    layer.write(
+        growth.active.nonzero().flatten(), tokens[growth.active], None, scores[growth.active]
+    )
     frontier: Frontier | None = None
-    for depth in range(policy.max_depth):
-        confidence = layer_confidence(layer.scores)
-        active = active & (layer.scores > -torch.inf).any(dim=1)
-        passed = active & policy.gates.passes(depth, confidence)
-        truncated |= active & ~passed
-        active = passed
-        if policy.elastic:
-            active = grant_layer(confidence, passed & (num_layers < batch.max_nodes), budget)
-            num_layers += active.to(num_layers.dtype)
-            budget -= int(active.sum())
-        active = active & batch.can_expand & (depth + 1 < batch.max_nodes)
-        exhausted = policy.elastic and budget <= 0
-        if depth + 1 == policy.max_depth or exhausted or not bool(active.any()):
+    for depth in range(shape.max_depth):
+        best = layer.scores.amax(dim=1)
+        growth.active = growth.active & (best > -torch.inf)
+        growth.active = policy.go_deeper(growth, depth, layer.scores, best.exp())
+        if depth + 1 == shape.max_depth or growth.exhausted:
             break
-        frontier = _next_frontier(layer, frontier, active, policy, depth + 1)
-        layer = _next_layer(head, frontier, layer, batch, policy)
-        layers.append(layer)
-    return _candidates(layers, num_layers, truncated), budget
+        growth.active = growth.active & (depth + 1 < growth.deepest)
+        requests = growth.active.nonzero().flatten()
+        if requests.shape[0] == 0:
+            break
+        frontier, node_scores = _next_frontier(layer, frontier, requests, shape, depth + 1)
+        tokens, log_probs = head.expand(frontier, shape.top_k)
+        sampled = batch.sampled[requests]
+        chain_only = batch.chain_only[requests] if any_chain else None
+        log_probs = policy.child_scores(depth + 2, _usable_children(log_probs, chain_only), sampled)
+        parents = (layer.first_column + frontier.columns)[:, :, None].expand(tokens.shape)
+        layer = _layer(table, shape, depth + 2)
+        layer.write(
+            requests,
+            tokens.flatten(1),
+            parents.flatten(1),
+            (node_scores[:, :, None] + log_probs).flatten(1),
+        )
+        growth.num_forwards += 1
+        growth.num_expanded += frontier.tokens.numel()
+    drafted = layer.first_column + layer.scores.shape[1]
+    return table.leading(drafted), growth
 
 
-def _first_layer(head: DraftHead, batch: DraftBatch, policy: Policy) -> _Layer:
-    tokens, scores = head.expand_roots(policy.top_k)
-    scores = _usable_children(scores, batch.chain_only)
-    scores = torch.where((batch.max_nodes > 0)[:, None], scores, -torch.inf)
-    return _Layer(
-        tokens.to(torch.int32), torch.full_like(tokens, ROOT, dtype=torch.int32), scores, 0
+def _empty_table(num_requests: int, shape: TreeShape, growth: Growth) -> CandidateTrees:
+    device = growth.caps.device
+    size = (num_requests, shape.num_candidates)
+    return CandidateTrees(
+        tokens=torch.zeros(size, dtype=torch.int32, device=device),
+        parents=torch.full(size, ROOT, dtype=torch.int32, device=device),
+        depths=shape.column_depths.to(device).expand(size),
+        scores=torch.full(size, -torch.inf, device=device),
+        num_layers=growth.num_layers,
+        truncated=growth.truncated,
     )
 
 
-def _usable_children(log_probs: torch.Tensor, chain_only: torch.Tensor) -> torch.Tensor:
+def _layer(table: CandidateTrees, shape: TreeShape, depth: int) -> _Layer:
+    first, last = shape.layer_columns(depth)
+    return _Layer(
+        table.tokens[:, first:last],
+        table.parents[:, first:last],
+        table.scores[:, first:last],
+        first,
+    )
+
+
+def _usable_children(log_probs: torch.Tensor, chain_only: torch.Tensor | None) -> torch.Tensor:
     """-inf for children (last dimension) that may not be drafted: all but the likeliest where
     ``chain_only`` [A], and those whose probability is no number."""
-    forbidden = chain_only.view(-1, *[1] * (log_probs.dim() - 1)).expand(log_probs.shape).clone()
-    forbidden[..., 0] = False
-    return log_probs.masked_fill(forbidden | log_probs.isnan(), -torch.inf)
+    usable = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    if chain_only is not None:
+        usable[..., 1:].masked_fill_(chain_only.view(-1, *[1] * (log_probs.dim() - 1)), -torch.inf)
+    return usable
 
 
 def _next_frontier(
-    layer: _Layer, previous: Frontier | None, active: torch.Tensor, policy: Policy, depth: int
-) -> Frontier:
-    """The best nodes of ``layer`` of the active requests, as many as the policy expands."""
-    requests = active.nonzero().flatten()
-    best = layer.scores[requests].argsort(dim=1, descending=True, stable=True)
-    columns = best[:, : policy.frontier_widths[depth - 1]]
-    width = columns.shape[1]
-    slots = policy.first_slot(depth) + torch.arange(width, device=columns.device)
-    words = num_words(policy.num_draft_slots)
+    layer: _Layer,
+    previous: Frontier | None,
+    requests: torch.Tensor,
+    shape: TreeShape,
+    depth: int,
+) -> tuple[Frontier, torch.Tensor]:
+    """The best nodes of ``layer`` of ``requests`` [A], as many as the policy expands, and their
+    scores [A, F]."""
+    width = shape.frontier_widths[depth - 1]
+    scores, order = layer.scores[requests].sort(dim=1, descending=True, stable=True)
+    columns = order[:, :width]
+    own_bits = shape.own_bits(depth)
     if previous is None:
         parent_rows = requests[:, None].expand(-1, width)
-        ancestors = torch.zeros(
-            requests.shape[0], width, words, dtype=torch.int64, device=columns.device
-        )
+        ancestors = own_bits.to(columns.device).expand(requests.shape[0], -1, -1)
     else:
-        parent_node = torch.div(columns, policy.top_k, rounding_mode="floor")
+        parent_node = torch.div(columns, shape.top_k, rounding_mode="floor")
         row_of_request = torch.searchsorted(previous.requests, requests)
         parent_rows = row_of_request[:, None] * previous.tokens.shape[1] + parent_node
-        ancestors = previous.ancestors.flatten(0, 1)[parent_rows]
-    own_bit = torch.ones_like(slots) << (slots % BITS_PER_WORD)
-    ancestors[:, torch.arange(width, device=slots.device), slots // BITS_PER_WORD] |= own_bit
-    return Frontier(
+        ancestors = previous.ancestors.flatten(0, 1)[parent_rows] | own_bits.to(columns.device)
+    frontier = Frontier(
         requests=requests,
         tokens=layer.tokens[requests].gather(1, columns),
         parent_rows=parent_rows,
         depth=depth,
-        first_slot=policy.first_slot(depth),
+        first_slot=shape.first_slot(depth),
         ancestors=ancestors,
         columns=columns,
     )
-
-
-def _next_layer(
-    head: DraftHead, frontier: Frontier, layer: _Layer, batch: DraftBatch, policy: Policy
-) -> _Layer:
-    """Children of the frontier; requests outside it get -inf in every column."""
-    tokens, log_probs = head.expand(frontier, policy.top_k)
-    log_probs = _usable_children(log_probs, batch.chain_only[frontier.requests])
-    node_scores = layer.scores[frontier.requests].gather(1, frontier.columns)
-    shape = (layer.scores.shape[0], frontier.tokens.shape[1] * policy.top_k)
-    grown = _Layer(
-        tokens=torch.zeros(shape, dtype=torch.int32, device=tokens.device),
-        parents=torch.full(shape, ROOT, dtype=torch.int32, device=tokens.device),
-        scores=torch.full(shape, -torch.inf, device=tokens.device),
-        first_column=layer.first_column + layer.scores.shape[1],
-    )
-    parents = (layer.first_column + frontier.columns)[:, :, None].expand(tokens.shape)
-    grown.tokens[frontier.requests] = tokens.flatten(1).to(torch.int32)
-    grown.parents[frontier.requests] = parents.flatten(1).to(torch.int32)
-    grown.scores[frontier.requests] = (node_scores[:, :, None] + log_probs).flatten(1)
-    return grown
-
-
-def _candidates(
-    layers: list[_Layer], num_layers: torch.Tensor, truncated: torch.Tensor
-) -> CandidateTrees:
-    scores = torch.cat([layer.scores for layer in layers], dim=1)
-    depths = [torch.full_like(layer.tokens, depth) for depth, layer in enumerate(layers, start=1)]
-    return CandidateTrees(
-        tokens=torch.cat([layer.tokens for layer in layers], dim=1),
-        parents=torch.cat([layer.parents for layer in layers], dim=1),
-        depths=torch.cat(depths, dim=1),
-        scores=scores,
-        num_layers=num_layers,
-        truncated=truncated,
-    )
+    return frontier, scores[:, :width]

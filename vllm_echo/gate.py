@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage *gate*: may a request go deeper? (arXiv:2604.09603, sparse confidence gates.)"""
 
-import math
-
 import torch
 
 from vllm_echo.config import EchoConfig
@@ -19,18 +17,34 @@ class SparseGates:
     """
 
     def __init__(self, thresholds: dict[int, float]):
-        self._thresholds = thresholds
+        self._thresholds = dict(sorted(thresholds.items()))
 
     @classmethod
     def from_config(cls, config: EchoConfig) -> "SparseGates":
         return cls({gate.depth: gate.threshold for gate in config.gates})
 
+    def at_every_depth(self, max_depth: int) -> "SparseGates":
+        """Dense gates: linear between the sparse ones, and as the nearest beyond them."""
+        if not self._thresholds:
+            return self
+        depths = list(self._thresholds)
+        dense = {}
+        for depth in range(max_depth):
+            low = max((d for d in depths if d <= depth), default=depths[0])
+            high = min((d for d in depths if d >= depth), default=depths[-1])
+            share = (depth - low) / (high - low) if high > low else 0.0
+            dense[depth] = (1 - share) * self._thresholds[low] + share * self._thresholds[high]
+        return SparseGates(dense)
+
+    def with_threshold(self, threshold: float) -> "SparseGates":
+        """The same gates, all with one threshold."""
+        return SparseGates(dict.fromkeys(self._thresholds, threshold))
+
+    def has_gate(self, depth: int) -> bool:
+        return depth in self._thresholds
+
     def passes(self, depth: int, confidence: torch.Tensor) -> torch.Tensor:
         """[R] bool from ``confidence`` [R] float32 of the layer drafted from ``depth``."""
-        threshold = self._thresholds.get(depth, -math.inf)
-        return confidence > threshold
-
-
-def layer_confidence(scores: torch.Tensor) -> torch.Tensor:
-    """[R] float32: c = exp(max score) of a layer's ``scores`` [R, M]."""
-    return scores.amax(dim=1).exp()
+        if depth not in self._thresholds:
+            return torch.ones_like(confidence, dtype=torch.bool)
+        return confidence > self._thresholds[depth]

@@ -143,6 +143,30 @@ def accept_paths(
         _refuse_device("accept_paths", arguments, error)
 
 
+def pack_trees(
+    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Flatten the trees of a step, request by request: the root, then the nodes in order.
+
+    Args:
+        tokens, parents, depths: [R, N] int32, the nodes of each request as ``DraftTrees`` has
+            them; a parent is -1 (the root) or an earlier node. Entries at or beyond the
+            request's ``num_nodes`` are not read.
+        num_nodes: [R] int32, 0 to N.
+
+    Returns:
+        cu_rows [R + 1] int32, tokens, parents, depths [T] int32, ancestors [T, W] int64,
+        is_chain [R] bool, as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree.
+
+    ValueError: a count out of range, or a parent that is not before its node.
+    """
+    arguments = (tokens, parents, depths, num_nodes)
+    try:
+        return torch.ops.vllm_echo.pack_trees(*arguments)
+    except NotImplementedError as error:
+        _refuse_device("pack_trees", arguments, error)
+
+
 def build_info() -> dict[str, str]:
     """``simd``: what runs, portable, avx2 or avx512; ``torch``, ``compiler``: what built it."""
     return dict(item.split("=", 1) for item in torch.ops.vllm_echo.build_info().split(";"))
@@ -198,4 +222,22 @@ def _(
         tokens.new_empty(num_requests, num_nodes + 1),
         tokens.new_empty(num_requests, num_nodes),
         tokens.new_empty(num_requests),
+    )
+
+
+@torch.library.register_fake("vllm_echo::pack_trees")
+def _(
+    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    _require_cpu("pack_trees", (tokens, parents, depths, num_nodes))
+    num_requests = tokens.shape[0]
+    context = torch.library.get_ctx()
+    num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        tokens.new_empty(num_requests + 1),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows, num_words, dtype=torch.int64),
+        tokens.new_empty(num_requests, dtype=torch.bool),
     )

@@ -12,46 +12,64 @@ Everything here takes and gives tensors and knows no engine. An adapter
 requests in slots. docs/pipeline.md follows a request through the stages.
 """
 
+from dataclasses import dataclass
+
 import torch
 
+from vllm_echo.budget import Offer
 from vllm_echo.config import EchoConfig
+from vllm_echo.cost import StepLoad
 from vllm_echo.draft import DraftBatch, DraftHead, grow_trees
-from vllm_echo.pack import pack_trees
-from vllm_echo.policies import make_policy
-from vllm_echo.schedule import grant_width, share_evenly, take_best
+from vllm_echo.pack import pack_roots, pack_trees
+from vllm_echo.policies import Growth, make_policy
+from vllm_echo.schedule import rank_candidates, take_leading
 from vllm_echo.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
+
+
+@dataclass
+class Proposal:
+    """The next step's trees, and how they came about (for metrics and traces)."""
+
+    trees: DraftTrees
+    candidates: CandidateTrees
+    growth: Growth
 
 
 class EchoPipeline:
     """The runner-neutral part of a step; holds the trees from one step to the next."""
 
     def __init__(self, config: EchoConfig, max_requests: int, device: torch.device):
-        self.config = config
-        self.policy = make_policy(config)
+        self.set_options(config)
         self.table = TreeTable(max_requests, config.num_speculative_tokens, device)
 
-    def propose_trees(self, head: DraftHead, batch: DraftBatch, slots: torch.Tensor) -> DraftTrees:
+    def set_options(self, config: EchoConfig) -> None:
+        """Decide by ``config`` from the next step on; the trees of the last step stay."""
+        self.config = config
+        self.policy = make_policy(config)
+
+    def propose_trees(
+        self,
+        head: DraftHead,
+        batch: DraftBatch,
+        slots: torch.Tensor,
+        offer: Offer,
+        load: StepLoad,
+    ) -> Proposal:
         """Draft, gate and schedule the next step's trees, and store them by slot.
 
-        ``slots`` [R] int64. Never more than ``k_max`` nodes in all.
+        ``slots`` [R] int64. Never more than ``offer.num_nodes`` nodes in all.
         """
-        candidates, budget_left = grow_trees(head, batch, self.policy, self.config.k_max)
-        counts = self._spend(candidates, batch.max_nodes, budget_left)
-        trees = take_best(candidates, counts, self.config.num_speculative_tokens)
+        candidates, growth = grow_trees(head, batch, self.policy, offer, load)
+        ranked = rank_candidates(candidates, self.table.max_nodes)
+        counts = self.policy.spend(ranked, growth)
+        trees = take_leading(ranked, counts, self.table.max_nodes)
         self.table.write(slots, trees)
-        return trees
-
-    def _spend(
-        self, candidates: CandidateTrees, max_nodes: torch.Tensor, budget: int
-    ) -> torch.Tensor:
-        """[R] int32 nodes per request."""
-        if self.policy.elastic:
-            return grant_width(candidates, candidates.num_layers, max_nodes, budget)
-        drafted = candidates.scores.isfinite().sum(dim=1).to(max_nodes.dtype)
-        return share_evenly(torch.minimum(drafted, max_nodes), budget)
+        return Proposal(trees, candidates, growth)
 
     def pack_step(
         self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor
     ) -> SuperTree:
         """The super-tree of what the engine scheduled: ``TreeTable.read``, packed."""
+        if not bool(num_scheduled.any()):
+            return pack_roots(num_scheduled.shape[0], num_scheduled.device)
         return pack_trees(self.table.read(slots, scheduled, num_scheduled))

@@ -34,25 +34,54 @@ def grant_width(
 ) -> torch.Tensor:
     """[R] int32: nodes per request after what is left of the budget is spent on width.
 
-    ``granted`` [R] int32 nodes from phase 1, ``caps`` [R] int32 most nodes a request may
-    have, ``budget`` nodes left. Candidates of truncated requests come first, then all
-    others; within a class by path score, ties by request order.
+    ``trees`` ranked, ``granted`` [R] int32 nodes from phase 1, ``caps`` [R] int32 most nodes a
+    request may have, ``budget`` nodes left. Candidates of truncated requests come first, then
+    all others; within a class by path score, ties by request order.
     """
     num_requests, num_candidates = trees.scores.shape
-    best_first = trees.scores.sort(dim=1, descending=True, stable=True).values
-    rank = torch.arange(num_candidates, device=best_first.device)
-    unspent = (rank >= granted[:, None]) & (rank < caps[:, None]) & best_first.isfinite()
+    rank = torch.arange(num_candidates, device=trees.scores.device)
+    unspent = (rank >= granted[:, None]) & (rank < caps[:, None])
     counts = granted.clone()
     for of_class in (trees.truncated, ~trees.truncated):
         if budget <= 0:
             break
-        open_scores = torch.where(unspent & of_class[:, None], best_first, -torch.inf).flatten()
+        open_scores = torch.where(unspent & of_class[:, None], trees.scores, -torch.inf).flatten()
         chosen = open_scores.argsort(descending=True, stable=True)[:budget]
         chosen = chosen[open_scores[chosen].isfinite()]
         owners = torch.div(chosen, num_candidates, rounding_mode="floor")
         counts += torch.bincount(owners, minlength=num_requests).to(counts.dtype)
         budget -= chosen.shape[0]
     return counts
+
+
+def best_paying(
+    trees: CandidateTrees,
+    caps: torch.Tensor,
+    num_requests: int,
+    plain_ms: float,
+    added_ms: torch.Tensor,
+) -> torch.Tensor:
+    """[R] int32: the nodes that make the step's time per output token least.
+
+    ``trees`` ranked, with log acceptance probabilities for scores; ``caps`` [R] int32;
+    ``num_requests`` tokens come in any case, in ``plain_ms``; ``added_ms`` [K + 1] float64 is
+    what 0 to K nodes add, K the most that may be taken. The best nodes of all requests come
+    first, ties by request order: sorted probabilities make every count the best set of its
+    size, so one pass over the counts finds the best set. Goodput as in expected tokens per
+    time; the paper has no such rule.
+    """
+    rows, num_candidates = trees.scores.shape
+    rank = torch.arange(num_candidates, device=trees.scores.device)
+    worth = torch.where(rank < caps[:, None], trees.scores, -torch.inf).exp().flatten()
+    best, order = worth.sort(descending=True, stable=True)
+    most = min(added_ms.shape[0] - 1, int((best > 0).sum()))
+    tokens = num_requests + best[:most].double().cumsum(0)
+    speed = tokens / (plain_ms + added_ms[1 : most + 1])
+    count = int(speed.argmax()) + 1 if most else 0
+    if count and not float(speed[count - 1]) > num_requests / plain_ms:
+        count = 0
+    owners = torch.div(order[:count], num_candidates, rounding_mode="floor")
+    return torch.bincount(owners, minlength=rows).to(torch.int32)
 
 
 def share_evenly(wanted: torch.Tensor, budget: int) -> torch.Tensor:
@@ -76,25 +105,37 @@ def share_evenly(wanted: torch.Tensor, budget: int) -> torch.Tensor:
     return counts
 
 
-def take_best(trees: CandidateTrees, counts: torch.Tensor, max_nodes: int) -> DraftTrees:
-    """The ``counts`` [R] best candidates of each request, in descending path score.
+def rank_candidates(trees: CandidateTrees, max_nodes: int) -> CandidateTrees:
+    """Each request's ``max_nodes`` best candidates, in descending path score, ties by index.
 
-    Raises nothing: counts beyond the valid candidates are the caller's error, and
-    ``grant_width`` never gives them. ``max_nodes`` is N, the width of the result.
+    A parent never scores below its child and comes before it, so parents stay among the kept,
+    and every prefix of a row is a tree. Only finite scores count as candidates.
     """
     width = min(max_nodes, trees.scores.shape[1])
-    order = trees.scores.argsort(dim=1, descending=True, stable=True)
+    scores, order = trees.scores.sort(dim=1, descending=True, stable=True)
     place = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     taken = order[:, :width]
     old_parents = trees.parents.gather(1, taken)
     new_parents = place.gather(1, old_parents.clamp(min=0).long()).to(torch.int32)
-    new_parents = torch.where(old_parents == ROOT, ROOT, new_parents)
+    return CandidateTrees(
+        tokens=trees.tokens.gather(1, taken),
+        parents=torch.where(old_parents == ROOT, ROOT, new_parents),
+        depths=trees.depths.gather(1, taken),
+        scores=scores[:, :width],
+        num_layers=trees.num_layers,
+        truncated=trees.truncated,
+    )
+
+
+def take_leading(trees: CandidateTrees, counts: torch.Tensor, max_nodes: int) -> DraftTrees:
+    """The first ``counts`` [R] candidates of ``trees`` (ranked); ``max_nodes`` is the width of
+    the result. Counts beyond the finite scores are the caller's error."""
     return DraftTrees(
-        tokens=_padded(trees.tokens.gather(1, taken), max_nodes),
-        parents=_padded(new_parents, max_nodes),
-        depths=_padded(trees.depths.gather(1, taken), max_nodes),
+        tokens=_padded(trees.tokens, max_nodes),
+        parents=_padded(trees.parents, max_nodes),
+        depths=_padded(trees.depths, max_nodes),
         num_nodes=counts.to(torch.int32),
     )
 

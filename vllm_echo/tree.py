@@ -51,6 +51,17 @@ class CandidateTrees:
     truncated: torch.Tensor
     """[R] bool, cut by a gate (and not by the budget or by reaching its last depth)."""
 
+    def leading(self, num_columns: int) -> "CandidateTrees":
+        """The first columns of every request."""
+        return CandidateTrees(
+            tokens=self.tokens[:, :num_columns],
+            parents=self.parents[:, :num_columns],
+            depths=self.depths[:, :num_columns],
+            scores=self.scores[:, :num_columns],
+            num_layers=self.num_layers,
+            truncated=self.truncated,
+        )
+
 
 @dataclass
 class DraftTrees:
@@ -142,6 +153,10 @@ class TreeTable:
     @property
     def num_slots(self) -> int:
         return self.num_nodes.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tokens.shape[1]
 
     def grow(self) -> range:
         """Double the table; returns the new slots. Existing trees stay where they are."""

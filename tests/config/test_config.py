@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.config.measured import CALIBRATION, PROFILE
+from vllm_echo.acceptance import Calibration
 from vllm_echo.config import POLICIES, EchoConfig, Gate, parse_speculative_config
+from vllm_echo.cost import CostCurve
 
 BASE: dict[str, Any] = {"method": "echo", "model": "head"}
 
@@ -30,6 +33,11 @@ def test_everything_but_the_model_has_a_default() -> None:
         target_depth=4,
         top_k=3,
         gates=(Gate(0, 0.2), Gate(4, 0.3)),
+        threshold=0.3,
+        transfer=True,
+        width=True,
+        profile=None,
+        calibration=None,
     )
 
 
@@ -56,6 +64,16 @@ def test_the_edges_are_allowed() -> None:
     gates = [{"depth": 0, "threshold": 0}, {"depth": 255, "threshold": 1}]
     config = read({"max_depth": 255, "k_max": 1, "gates": gates}, num_speculative_tokens=255)
     assert config.gates == (Gate(0, 0), Gate(255, 1))
+    assert (read({"threshold": 0}).threshold, read({"threshold": 1}).threshold) == (0, 1)
+
+
+def test_k_max_may_be_nothing_everything_and_auto() -> None:
+    """0 turns drafting off without another engine; "auto" is no number of nodes."""
+    assert [read({"k_max": k_max}).k_max for k_max in (0, 2**31 - 1, "auto")] == [
+        0,
+        2**31 - 1,
+        "auto",
+    ]
 
 
 def test_hyphens_are_read_as_vllm_reads_them() -> None:
@@ -79,14 +97,20 @@ def configs(draw: st.DrawFn) -> EchoConfig:
     return EchoConfig(
         num_speculative_tokens=num_nodes,
         policy=draw(st.sampled_from(POLICIES)),
-        k_max=draw(st.integers(1, 2**31 - 1)),
+        k_max=draw(st.integers(0, 2**31 - 1) | st.just("auto")),
         max_depth=max_depth,
         target_depth=draw(st.integers(1, max_depth)),
         top_k=draw(st.integers(1, 255)),
         gates=tuple(Gate(depth, draw(threshold)) for depth in depths),
+        threshold=draw(threshold),
+        transfer=draw(st.booleans()),
+        width=draw(st.booleans()),
+        profile=draw(st.none() | st.just(CostCurve.from_dict(PROFILE, "profile"))),
+        calibration=draw(st.none() | st.just(Calibration.from_dict(CALIBRATION, "calibration"))),
     )
 
 
+@settings(deadline=None)
 @given(configs())
 def test_a_worker_process_rebuilds_the_same_configuration(config: EchoConfig) -> None:
     assert EchoConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_echo.config import EchoConfig, parse_speculative_config
+from vllm_echo.config import POLICIES, EchoConfig, parse_speculative_config
 from vllm_echo.errors import EchoConfigError
 
 BASE: dict[str, Any] = {"method": "echo", "model": "head"}
@@ -56,14 +56,18 @@ def test_top_level(top: dict[str, Any], expected: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"policy": "dens"}, ('echo.policy: "dens" is no policy', "echo, static, chain")),
+        ({"policy": "tree"}, ('echo.policy: "tree" is no policy', ", ".join(POLICIES))),
         ({"policy": "statik"}, ("did you mean 'static'?",)),
-        ({"policy": 1}, ("echo.policy: 1", "echo, static, chain")),
+        ({"policy": "fixed_threshold"}, ("did you mean 'fixed-threshold'?",)),
+        ({"policy": 1}, ("echo.policy: 1", ", ".join(POLICIES))),
+        ({"policy": ["echo"]}, ('echo.policy: ["echo"]', ", ".join(POLICIES))),
         ({"kmax": 4}, ("echo.kmax: unknown key (did you mean 'k_max'?)",)),
         ({"model": "x"}, ("echo.model: stands too deep", 'beside "echo"')),
         ({"num_speculative_tokens": 4}, ("echo.num_speculative_tokens: stands too deep",)),
-        ({"k_max": 0}, ("echo.k_max: 0 is out of range", "from 1")),
-        ({"k_max": -3}, ("echo.k_max: -3 is out of range", "from 1")),
+        ({"k_max": -3}, ("echo.k_max: -3 is out of range", "from 0", '"auto"')),
+        ({"k_max": 2**31}, ("echo.k_max: 2147483648 is out of range", "to 2147483647")),
+        ({"k_max": "automatic"}, ('echo.k_max: "automatic" is a text', '"auto"')),
+        ({"k_max": "Auto"}, ('echo.k_max: "Auto" is a text', '"auto"')),
         ({"k_max": True}, ("echo.k_max: true is true or false",)),
         ({"k_max": 2.5}, ("echo.k_max: 2.5 is a number with a fraction",)),
         ({"k-max": 1, "k_max": 1}, ("echo.k_max: is given twice",)),
@@ -72,6 +76,14 @@ def test_top_level(top: dict[str, Any], expected: tuple[str, ...]) -> None:
         ({"target_depth": 7}, ("echo.target_depth: 7 lies beyond", "max_depth 6", "lower")),
         ({"target_depth": 0}, ("echo.target_depth: 0 is out of range",)),
         ({"top_k": 0}, ("echo.top_k: 0 is out of range",)),
+        ({"threshold": 1.5}, ("echo.threshold: 1.5 is no probability", "from 0 to 1")),
+        ({"threshold": NAN}, ("echo.threshold: NaN is no probability",)),
+        ({"threshold": "0.3"}, ('echo.threshold: "0.3" is a text', "from 0 to 1")),
+        ({"threshold": True}, ("echo.threshold: true is true or false",)),
+        ({"transfer": 0}, ("echo.transfer: 0 is a number", "true or false")),
+        ({"transfer": "false"}, ('echo.transfer: "false" is a text', "true or false")),
+        ({"width": 1}, ("echo.width: 1 is a number", "true or false")),
+        ({"widht": True}, ("echo.widht: unknown key (did you mean 'width'?)",)),
         ({"gates": {}}, ("echo.gates: {} is an object", "a list")),
         ({"gates": [3]}, ("echo.gates[0]: 3 is a number", "an object")),
         ({"gates": [{"depth": 0}]}, ("echo.gates[0].threshold: is missing",)),

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.core.kit import CPU, TableHead, Tally, draft_batch, path_lists, row_paths
+from tests.core.kit import CPU, Tally, path_lists, row_paths
+from tests.core.machines import MACHINE
+from tests.core.steps import TableHead, draft_batch
 from vllm_echo.accept import accept_given, walk_paths
-from vllm_echo.config import EchoConfig, Gate
+from vllm_echo.config import POLICIES, EchoConfig, Gate
+from vllm_echo.cost import StepLoad
 from vllm_echo.pipeline import EchoPipeline
-from vllm_echo.reference.draft import Limits, to_float32
+from vllm_echo.reference.draft import Limits
+from vllm_echo.reference.schedule import to_float32
 from vllm_echo.tree import DraftTrees, SuperTree
 
 VOCAB = 12
@@ -126,17 +130,23 @@ class Engine:
     def _propose(self, requests: list[int], slots: torch.Tensor) -> None:
         histories = [self.histories[request] for request in requests]
         head = TableHead(draft_children(histories, 0.7), len(requests), self._pipeline.policy)
-        trees = self._pipeline.propose_trees(head, draft_batch(self._limits(requests)), slots)
+        load = StepLoad(len(requests))
+        offer = self._pipeline.policy.offer(load, len(requests) * self._seeded)
+        batch = draft_batch(self._limits(requests))
+        trees = self._pipeline.propose_trees(head, batch, slots, offer, load).trees
+        assert int(trees.num_nodes.sum()) <= offer.num_nodes
         self._keep(requests, trees)
 
     def _limits(self, requests: list[int]) -> list[Limits]:
         """Request 0 is never drafted for, request 1 gets one layer, request 2 a grammar's chain."""
         most = self._pipeline.config.num_speculative_tokens
-        return [Limits(most * (r != 0), can_expand=r != 1, chain_only=r == 2) for r in requests]
+        return [
+            Limits(most * (r != 0), can_expand=r != 1, chain_only=r == 2, sampled=self._seeded)
+            for r in requests
+        ]
 
     def _keep(self, requests: list[int], trees: DraftTrees) -> None:
         trees.validate()
-        assert int(trees.num_nodes.sum()) <= self._pipeline.config.k_max
         for request, tokens, count in zip(
             requests, trees.tokens.tolist(), trees.num_nodes.tolist(), strict=True
         ):
@@ -144,9 +154,9 @@ class Engine:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("policy", ["echo", "static", "chain"])
-@pytest.mark.parametrize("k_max", [6, 14, 1000])
-def test_output_equals_plain_decoding(policy: str, k_max: int, seeded: bool) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("k_max", [6, 14, 1000, "auto"])
+def test_output_equals_plain_decoding(policy: str, k_max: int | str, seeded: bool) -> None:
     """Catches stale trees, wrong masks, and draws that plain decoding would not make: with a seed,
     each request's random stream is used up as without speculation."""
     config = EchoConfig(
@@ -157,6 +167,7 @@ def test_output_equals_plain_decoding(policy: str, k_max: int, seeded: bool) -> 
         target_depth=4,
         top_k=3,
         gates=(Gate(0, 0.2), Gate(2, 0.1)),
+        profile=MACHINE,
     )
     engine = Engine(config, seeded, random.Random(0))
     assert engine.run() == decode_plainly(seeded)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rank drafts its own trees: equal input must give equal trees in any process."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.core.print_decisions import digest_of_decisions
+from tests.core.print_decisions import digests_of_decisions
+from vllm_echo.config import POLICIES
 
 ROOT_FOLDER = Path(__file__).parents[2]
 
 
-def test_another_process_decides_alike() -> None:
+def test_another_process_decides_alike_by_every_policy() -> None:
     """Catches ties broken by a set's order, by a thread count or by an unstable sort: ranks that
     disagree about a tree deadlock or accept different tokens."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
@@ -24,8 +26,10 @@ def test_another_process_decides_alike() -> None:
         text=True,
         check=True,
     )
-    assert result.stdout.strip() == digest_of_decisions()
+    assert json.loads(result.stdout) == digests_of_decisions()
 
 
 def test_the_same_process_decides_alike_twice() -> None:
-    assert digest_of_decisions() == digest_of_decisions()
+    digests = digests_of_decisions()
+    assert digests == digests_of_decisions()
+    assert len(set(digests.values())) == len(POLICIES), "two policies are one"

@@ -8,15 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.kit import as_lists, nodes_as_lists
-from vllm_echo.gate import SparseGates, layer_confidence
+from tests.core.kit import as_lists, nodes_as_lists, randoms
+from vllm_echo.gate import SparseGates
 from vllm_echo.reference import schedule as reference
 from vllm_echo.reference.schedule import ROOT, Node
-from vllm_echo.schedule import grant_layer, grant_width, share_evenly, take_best
+from vllm_echo.schedule import (
+    grant_layer,
+    grant_width,
+    rank_candidates,
+    share_evenly,
+    take_leading,
+)
 from vllm_echo.tree import CandidateTrees
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
-randoms = st.randoms(use_true_random=False)
 budgets = st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40, 2**31 - 1])
 SCORES = [0.0, -0.5, -0.5, -1.0, -2.0, -120.0]
 
@@ -93,8 +98,9 @@ def test_grant_width_agrees_with_the_reference(source: random.Random, budget: in
     caps = [count + source.randint(0, 6) for count in granted]
     trees = candidate_trees(requests, truncated, granted)
 
+    ranked = rank_candidates(trees, trees.scores.shape[1])
     counts = grant_width(
-        trees, trees.num_layers, torch.tensor(caps, dtype=torch.int32), budget
+        ranked, trees.num_layers, torch.tensor(caps, dtype=torch.int32), budget
     ).tolist()
 
     scores = [[node.score for node in nodes] for nodes in requests]
@@ -129,18 +135,23 @@ def test_an_incomplete_round_goes_by_request_order(
 
 @many
 @given(randoms)
-def test_take_best_agrees_with_the_reference(source: random.Random) -> None:
-    """Catches parents that are renumbered by the old order."""
+def test_the_best_candidates_are_those_of_the_reference(source: random.Random) -> None:
+    """Catches parents that are renumbered by the old order, and those cut off with the rest."""
     requests = random_candidates(source, source.randint(0, 5))
     counts = [source.randint(0, len(nodes)) for nodes in requests]
     trees = candidate_trees(requests, [False] * len(requests), counts)
     width = max([1, *counts]) + source.randint(0, 20)  # also wider than there are candidates
 
-    taken = take_best(trees, trees.num_layers, width)
+    ranked = rank_candidates(trees, width)
+    taken = take_leading(ranked, trees.num_layers, width)
 
     assert taken.tokens.shape == (len(requests), width)
     best = [reference.take_best(n, count) for n, count in zip(requests, counts, strict=True)]
     assert as_lists(taken) == nodes_as_lists(best)
+    for nodes, scores in zip(requests, ranked.scores.tolist(), strict=True):
+        possible = [score for score in scores if score > -float("inf")]
+        assert possible == sorted((node.score for node in nodes), reverse=True)[:width]
+        assert scores[: len(possible)] == possible, "a forbidden candidate among the leading"
 
 
 def test_what_truncated_requests_leave_lets_the_confident_go_deeper() -> None:
@@ -167,9 +178,32 @@ def test_a_gate_asks_for_more_than_its_threshold() -> None:
     assert gates.passes(3, confidence).tolist() == [True] * 4, "between gates nothing is decided"
 
 
+def test_dense_gates_lie_on_the_line_between_the_sparse_ones() -> None:
+    gates = SparseGates({4: 0.3, 1: 0.6}).at_every_depth(6)
+    for depth, threshold in enumerate([0.6, 0.6, 0.5, 0.4, 0.3, 0.3]):
+        assert gates.has_gate(depth)
+        around = torch.tensor([threshold - 1e-6, threshold + 1e-6])
+        assert gates.passes(depth, around).tolist() == [False, True]
+    assert not gates.has_gate(6)
+
+
+def test_no_gates_stay_no_gates_at_every_depth() -> None:
+    """`"gates": []` means none, also of dense ones."""
+    gates = SparseGates({}).at_every_depth(6)
+    assert not any(gates.has_gate(depth) for depth in range(6))
+
+
+def test_one_threshold_moves_no_gate() -> None:
+    gates = SparseGates({0: 0.1, 3: 0.9}).with_threshold(0.5)
+    assert [gates.has_gate(depth) for depth in range(5)] == [True, False, False, True, False]
+    confidence = torch.tensor([0.4, 0.6])
+    assert gates.passes(0, confidence).tolist() == [False, True]
+    assert gates.passes(3, confidence).tolist() == [False, True]
+
+
 def test_equal_scores_give_equal_confidence_wherever_they_stand() -> None:
     """Catches an exp that rounds differently in the tail of a vector: a tie would be no tie."""
     generator = torch.Generator().manual_seed(0)
     for score in (-8 * torch.rand(500, generator=generator)).tolist():
-        confidence = layer_confidence(torch.full((37, 3), score))
+        confidence = torch.full((37, 3), score).amax(dim=1).exp()
         assert confidence.unique().numel() == 1

@@ -15,19 +15,20 @@ import torch
 
 from tests.core.kit import (
     CPU,
-    TableHead,
     Tally,
-    draft_batch,
     pack_nodes,
     path_lists,
     random_tree,
     row_paths,
 )
+from tests.core.machines import MACHINE
+from tests.core.steps import TableHead, draft_batch
 from vllm_echo.accept import accept_given, walk_paths
-from vllm_echo.config import EchoConfig, Gate
+from vllm_echo.config import POLICIES, EchoConfig, Gate
+from vllm_echo.cost import StepLoad
 from vllm_echo.pipeline import EchoPipeline
-from vllm_echo.reference.draft import Limits, to_float32
-from vllm_echo.reference.schedule import Node
+from vllm_echo.reference.draft import Limits
+from vllm_echo.reference.schedule import Node, to_float32
 from vllm_echo.tree import SuperTree
 
 VOCAB = 4
@@ -169,7 +170,7 @@ def drafted_children(target: Target, seed: int, trust: float) -> Callable[..., l
 
 
 @pytest.mark.parametrize("trust", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("policy", ["echo", "static", "chain"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_trees_that_gates_and_budget_shaped_are_lossless(policy: str, trust: float) -> None:
     """Whatever the draft model knows of the target, and although the budget of one request
     depends on the others' confidence: pruning by draft probability biases nothing."""
@@ -184,11 +185,15 @@ def test_trees_that_gates_and_budget_shaped_are_lossless(policy: str, trust: flo
             target_depth=3,
             top_k=3,
             gates=(Gate(0, 0.35), Gate(2, 0.1)),
+            profile=MACHINE,
         )
         pipeline = EchoPipeline(config, 3, CPU)
         both = random_target(seed)  # of request and path together
         head = TableHead(drafted_children(both, seed, trust), 3, pipeline.policy)
-        trees = pipeline.propose_trees(head, draft_batch([Limits(7)] * 3), torch.arange(3))
+        load = StepLoad(3)
+        offer = pipeline.policy.offer(load)
+        batch = draft_batch([Limits(7)] * 3)
+        trees = pipeline.propose_trees(head, batch, torch.arange(3), offer, load).trees
         for request in range(3):
 
             def target(path: Tokens, request: int = request, both: Target = both) -> list[Fraction]:

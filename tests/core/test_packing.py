@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of every size through take_best, pack and the tree table."""
+"""Trees of every size through ranking, pack and the tree table."""
 
 import random
 
@@ -16,11 +16,11 @@ from tests.core.kit import (
     pack_nodes,
     random_tree,
 )
-from vllm_echo.pack import pack_trees
+from vllm_echo.pack import pack_roots, pack_trees
 from vllm_echo.reference import pack as reference
 from vllm_echo.reference.schedule import Node
 from vllm_echo.reference.schedule import take_best as reference_take_best
-from vllm_echo.schedule import take_best
+from vllm_echo.schedule import rank_candidates, take_leading
 from vllm_echo.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable, num_words
 
 SHAPES = ["any", "chain", "wide"]
@@ -70,7 +70,8 @@ def test_the_best_nodes_of_every_size_are_taken(num_nodes: int, shape: str) -> N
         torch.zeros(3, dtype=torch.int32),
         torch.zeros(3, dtype=torch.bool),
     )
-    taken = take_best(candidates, torch.tensor(counts, dtype=torch.int32), 255)
+    ranked = rank_candidates(candidates, 255)
+    taken = take_leading(ranked, torch.tensor(counts, dtype=torch.int32), 255)
     taken.validate()
     best = [reference_take_best(nodes, n) for nodes, n in zip(requests, counts, strict=True)]
     assert as_lists(taken) == nodes_as_lists(best)
@@ -90,6 +91,17 @@ def test_roots_alone_pack() -> None:
     assert_packed_like_the_reference(pack_nodes([[]]), [[]])
     assert_packed_like_the_reference(pack_nodes([[], [], []]), [[], [], []])
     assert pack_nodes([[], []]).is_chain.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 3, 256])
+def test_a_step_without_candidates_packs_like_any_other(num_requests: int) -> None:
+    """Catches a shortcut for roots that differs from what the long way gives."""
+    short = pack_roots(num_requests, CPU)
+    long = pack_trees(draft_trees([[]] * num_requests))
+    for field in ("cu_rows", "tokens", "parents", "depths", "ancestors", "is_chain"):
+        mine, other = getattr(short, field), getattr(long, field)
+        assert mine.dtype == other.dtype and mine.shape == other.shape, field
+        assert mine.tolist() == other.tolist(), field
 
 
 def test_no_request_packs_to_no_row() -> None:

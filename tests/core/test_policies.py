@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: their shapes, and the ones that must coincide."""
+"""Policies: their shapes, their budgets, and their rules by example."""
 
-import random
+import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.kit import Step, as_lists, decide, random_step
-from vllm_echo.config import EchoConfig, Gate
+from tests.core.kit import as_lists
+from tests.core.machines import MACHINE
+from tests.core.steps import BY_DRAFT, GATED, UNLIMITED, Step, decide
+from vllm_echo.acceptance import uncalibrated
+from vllm_echo.budget import NOTHING, ElasticBudget, Offer
+from vllm_echo.config import MAX_NODES_PER_STEP, EchoConfig, Gate
+from vllm_echo.cost import StepLoad
 from vllm_echo.policies import _frontier_widths, make_policy
 from vllm_echo.reference import draft as reference
 from vllm_echo.reference.draft import Limits
+from vllm_echo.reference.schedule import to_float32
 
-PLENTY = 2**31 - 1
+many = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @given(st.integers(1, 255), st.integers(1, 255), st.integers(1, 40))
@@ -48,53 +56,23 @@ def test_frontier_widths_at_the_edges(
 
 
 def test_draft_slots_of_a_layer_follow_those_above() -> None:
-    policy = make_policy(EchoConfig(num_speculative_tokens=12, max_depth=4, top_k=3))
-    assert policy.frontier_widths == (3, 3, 3)
-    assert [policy.first_slot(depth) for depth in (1, 2, 3)] == [0, 3, 6]
-    assert policy.num_draft_slots == 9
+    shape = make_policy(EchoConfig(num_speculative_tokens=12, max_depth=4, top_k=3)).shape
+    assert shape.frontier_widths == (3, 3, 3)
+    assert [shape.first_slot(depth) for depth in (1, 2, 3)] == [0, 3, 6]
+    assert shape.num_draft_slots == 9
 
 
-def with_config(step: Step, config: EchoConfig) -> Step:
-    return Step(config, step.limits, step.seed, step.kind, step.budget)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5, 12])
-@pytest.mark.parametrize("budget", [0, 1, 4, 9, PLENTY])
-def test_a_tree_of_width_1_is_the_chain(depth: int, budget: int) -> None:
-    """Catches a tree that accepts less than the chain although it holds the same nodes."""
-    shape = {"num_speculative_tokens": 12, "max_depth": depth, "target_depth": depth, "gates": ()}
-    chain = EchoConfig(policy="chain", **shape)
-    tree = EchoConfig(policy="static", top_k=1, **shape)
-    for seed in range(20):
-        step = random_step(random.Random(seed), num_speculative_tokens=12, budget=budget)
-        assert as_lists(decide(with_config(step, tree)).trees) == as_lists(
-            decide(with_config(step, chain)).trees
-        )
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5, 12])
-def test_echo_of_width_1_without_gates_is_the_chain_when_budget_allows(depth: int) -> None:
-    shape = {"num_speculative_tokens": 12, "max_depth": depth, "target_depth": depth, "gates": ()}
-    chain = EchoConfig(policy="chain", **shape)
-    echo = EchoConfig(policy="echo", top_k=1, **shape)
-    for seed in range(20):
-        step = random_step(random.Random(seed), num_speculative_tokens=12, budget=PLENTY)
-        expected = as_lists(decide(with_config(step, chain)).trees)
-        assert as_lists(decide(with_config(step, echo)).trees) == expected
-        assert any(expected) or not any(limit.max_nodes for limit in step.limits)
-
-
-@pytest.mark.parametrize("policy", ["echo", "static", "chain"])
+@pytest.mark.parametrize("policy", BY_DRAFT)
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_depth_1_drafts_the_roots_children_only(policy: str, top_k: int) -> None:
     """Catches the crash of trees without a second layer."""
     config = EchoConfig(
         num_speculative_tokens=8, policy=policy, max_depth=1, target_depth=1, top_k=top_k, gates=()
     )
-    decision = decide(Step(config, (Limits(8), Limits(2), Limits(0)), 1, "plain", PLENTY))
+    decision = decide(Step(config, (Limits(8), Limits(2), Limits(0)), 1, "plain", UNLIMITED))
     width = 1 if policy == "chain" else top_k
     assert decision.forwards == []
-    assert decision.trees.num_nodes.tolist() == [width, min(width, 2), 0]
+    assert decision.counts == [width, min(width, 2), 0]
     assert all(depth == 1 for tree in as_lists(decision.trees) for _, _, depth in tree)
 
 
@@ -103,19 +81,19 @@ def test_static_takes_the_best_nodes_whatever_the_gates_say() -> None:
     shape = {"num_speculative_tokens": 10, "max_depth": 4, "target_depth": 3, "top_k": 3}
     closed = EchoConfig(policy="static", gates=gates, **shape)
     opened = EchoConfig(policy="static", gates=(), **shape)
-    step = Step(closed, (Limits(10),) * 3, 7, "plain", PLENTY)
+    step = Step(closed, (Limits(10),) * 3, 7, "plain", UNLIMITED)
     decision = decide(step)
-    assert decision.trees.num_nodes.tolist() == [10] * 3
+    assert decision.counts == [10] * 3
     assert decision.candidates.depths.max() == 3, "target_depth ends the fixed shapes"
-    assert as_lists(decision.trees) == as_lists(decide(with_config(step, opened)).trees)
+    assert as_lists(decision.trees) == as_lists(decide(replace(step, config=opened)).trees)
 
 
 def test_closed_gates_cost_a_poor_drafter_all_but_one_draft_layer() -> None:
     """With a head that knows nothing, nothing is drafted below the first layer."""
     config = EchoConfig(gates=(Gate(0, 1.0),))
-    decision = decide(Step(config, (Limits(8),) * 4, 7, "plain", PLENTY))
+    decision = decide(Step(config, (Limits(8),) * 4, 7, "plain", UNLIMITED))
     assert decision.forwards == []
-    assert decision.candidates.num_layers.tolist() == [0] * 4
+    assert decision.layers == [0] * 4
 
 
 def test_low_load_turns_depth_into_width_and_high_load_moves_budget() -> None:
@@ -129,8 +107,129 @@ def test_low_load_turns_depth_into_width_and_high_load_moves_budget() -> None:
     limits = (Limits(8), Limits(8))
 
     def counts(budget: int) -> list[int]:
-        return decide(Step(config, limits, 0, "plain", budget), children).trees.num_nodes.tolist()
+        return decide(Step(config, limits, 0, "plain", budget), children).counts
 
     assert counts(6) == [0, 6], "the budget of the truncated request moved"
     assert counts(9) == [3, 6], "what depth could not use widens the truncated request first"
     assert counts(11) == [3, 8]
+
+
+def test_a_beam_is_followed_while_it_holds_more_than_the_threshold() -> None:
+    """Dynamic depth looks at the nodes to be expanded together, from target_depth on: request 0's
+    two best hold 0.25 of the probability at depth 2, request 1's hold 0.5."""
+
+    def children(request: int, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        first = -1.0 if request else -2.0
+        return [(token, to_float32((first - 99 * (token > 1)) * math.log(2))) for token in range(8)]
+
+    def forwards(threshold: float, target_depth: int) -> list[list[int]]:
+        config = EchoConfig(
+            num_speculative_tokens=9,
+            policy="ddd",
+            max_depth=4,
+            target_depth=target_depth,
+            top_k=2,
+            gates=(),
+            threshold=threshold,
+        )
+        step = Step(config, (Limits(9),) * 2, 0, "plain", UNLIMITED)
+        return decide(step, children).forwards
+
+    # Two children of 1/4 (of 1/2) each: the beam holds 1/2 (1), then 2 of 1/16 (of 1/4): 1/8 (1/2).
+    assert forwards(0.1, target_depth=1) == [[0, 1], [0, 1], [1]]
+    assert forwards(0.2, target_depth=1) == [[0, 1], [1], [1]]
+    assert forwards(0.6, target_depth=1) == [[1]]
+    assert forwards(0.6, target_depth=2) == [[0, 1]], "not asked before target_depth"
+    assert forwards(0.6, target_depth=4) == [[0, 1]] * 3, "the last layer needs no decision"
+
+
+def test_without_transfer_the_confident_get_no_more_than_the_others() -> None:
+    """What request 0 leaves at its closed gate is lost, where it would have moved."""
+
+    def children(request: int, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        best = -2.0 if request == 0 else -0.125
+        return [(token, best - token) for token in range(8)]
+
+    config = EchoConfig(gates=(Gate(0, 0.2),), max_depth=6, top_k=1)
+    limits = (Limits(8), Limits(8), Limits(0), Limits(2))
+
+    def counts(transfer: bool, budget: int) -> list[int]:
+        step = Step(replace(config, transfer=transfer), limits, 0, "plain", budget)
+        return decide(step, children).counts
+
+    assert counts(True, 8) == [0, 6, 0, 2]
+    assert counts(False, 8) == [1, 3, 0, 2], "three are drafted for: 3, 3 and 2 nodes"
+    assert counts(False, 2) == [1, 1, 0, 0]
+
+
+def test_without_width_a_closed_gate_leaves_its_nodes_unspent() -> None:
+    def children(request: int, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        best = -2.0 if request == 0 else -0.125
+        return [(token, best - token) for token in range(8)]
+
+    config = EchoConfig(gates=(Gate(0, 0.2),), max_depth=6, top_k=3, width=False)
+    step = Step(config, (Limits(8), Limits(8)), 0, "plain", UNLIMITED)
+    decision = decide(step, children)
+    assert decision.counts == [0, 6]
+    assert decision.growth.budget == UNLIMITED - 6
+
+
+@pytest.mark.parametrize("policy", BY_DRAFT)
+def test_every_policy_takes_its_budget_from_the_load_when_asked(policy: str) -> None:
+    """`"k_max": "auto"`; catches a policy that spends a constant where the load decides."""
+    auto = make_policy(EchoConfig(policy=policy, k_max="auto", profile=MACHINE))
+    elastic = ElasticBudget(MACHINE, uncalibrated(), UNLIMITED)
+    offers = [auto.offer(StepLoad(requests)) for requests in (2, 8, 256)]
+    assert offers == [elastic.offer(StepLoad(requests)) for requests in (2, 8, 256)]
+    assert offers[0].num_nodes > 0 == offers[-1].num_nodes
+
+
+@pytest.mark.parametrize("policy", GATED)
+def test_an_elastic_budget_ends_where_a_layer_is_not_worth_its_forward(policy: str) -> None:
+    """The offer knows what a forward costs, the gates do not. A constant K_max has no such end."""
+    config = EchoConfig(policy=policy, gates=(), num_speculative_tokens=6, threshold=0.0)
+    step = Step(config, (Limits(6),) * 3, 0, "plain", UNLIMITED)
+    for depth in (1, 2, 4):
+        decision = decide(step, offer=Offer(UNLIMITED, depth=depth))
+        assert len(decision.forwards) == depth - 1
+        assert decision.layers == [depth] * 3
+    assert len(decide(step).forwards) == 5
+
+
+@pytest.mark.parametrize("policy", BY_DRAFT)
+def test_a_number_is_the_budget_whatever_a_step_costs(policy: str) -> None:
+    """A profile beside a constant K_max decides nothing."""
+    fixed = make_policy(EchoConfig(policy=policy, k_max=7, profile=MACHINE))
+    assert fixed.offer(StepLoad(2)) == fixed.offer(StepLoad(256, 4096)) == Offer(7)
+
+
+def test_goodput_may_spend_all_that_its_requests_can_have_once_anything_pays() -> None:
+    """It looks at the candidates themselves; the curve's offer knows their average only, and says
+    whether to draft at all. A number in the configuration is a cap beside it."""
+    options = {"policy": "goodput", "num_speculative_tokens": 6, "profile": MACHINE}
+    elastic = ElasticBudget(MACHINE, uncalibrated(), UNLIMITED)
+    for k_max, nodes in (("auto", [6, 12, 48, 0]), (10, [6, 10, 10, 0]), (0, [0] * 4)):
+        policy = make_policy(EchoConfig(k_max=k_max, **options))
+        offers = [policy.offer(StepLoad(requests)) for requests in (1, 2, 8, 256)]
+        assert [offer.num_nodes for offer in offers] == nodes
+        if k_max == "auto":
+            expected = [elastic.offer(StepLoad(requests)) for requests in (1, 2, 8, 256)]
+            assert [offer.price for offer in offers] == [offer.price for offer in expected]
+
+
+@pytest.mark.parametrize("options", [{"policy": "goodput"}, {"k_max": "auto"}])
+def test_without_a_profile_nothing_is_drafted_by_who_needs_one(options: dict[str, str]) -> None:
+    """The curve is measured while the engine starts, and steps run before it is there."""
+    policy = make_policy(EchoConfig(**options))
+    assert policy.offer(StepLoad(4)) == NOTHING
+    assert policy.shape == make_policy(EchoConfig(profile=MACHINE, **options)).shape
+
+
+def test_shares_of_the_greatest_k_max_do_not_overflow() -> None:
+    """The one drafted request takes all of it; one before it, which is not drafted for, must not
+    get "one node more" than 2147483647."""
+    config = EchoConfig(k_max=MAX_NODES_PER_STEP, transfer=False)
+    caps = make_policy(config).caps(
+        torch.tensor([0, 8], dtype=torch.int32), Offer(MAX_NODES_PER_STEP)
+    )
+    assert caps.tolist() == [0, 8]

@@ -46,6 +46,15 @@ def accept_arguments() -> dict[str, torch.Tensor]:
     }
 
 
+def pack_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.tensor([[5, 6], [7, 0]], dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32),
+        "depths": torch.tensor([[1, 2], [1, 0]], dtype=torch.int32),
+        "num_nodes": torch.tensor([2, 1], dtype=torch.int32),
+    }
+
+
 def call_attention(arguments: dict[str, torch.Tensor]) -> None:
     ops.tree_attention(**arguments, scale=0.2)
 
@@ -58,10 +67,15 @@ def call_accept(arguments: dict[str, torch.Tensor]) -> None:
     ops.accept_paths(**arguments)
 
 
+def call_pack(arguments: dict[str, torch.Tensor]) -> None:
+    ops.pack_trees(**arguments)
+
+
 OPERATORS = [
     ("tree_attention", call_attention, attention_arguments),
     ("commit_kv", call_commit, commit_arguments),
     ("accept_paths", call_accept, accept_arguments),
+    ("pack_trees", call_pack, pack_arguments),
 ]
 TENSORS = [
     pytest.param(op, call, make, name, id=f"{op}-{name}")
@@ -198,6 +212,11 @@ def test_commit_passes_opcheck() -> None:
 def test_accept_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.accept_paths.default
     torch.library.opcheck(op, tuple(accept_arguments().values()))
+
+
+def test_pack_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.pack_trees.default
+    torch.library.opcheck(op, tuple(pack_arguments().values()))
 
 
 def test_build_info_names_what_doctor_prints() -> None:

@@ -5,7 +5,9 @@ Scores and confidences are Python floats that hold float32 values, so that compa
 come out as in the tensor version.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 ROOT = -1
@@ -59,6 +61,39 @@ def grant_width(
     return counts
 
 
+def best_paying(
+    scores: Sequence[Sequence[float]],
+    caps: Sequence[int],
+    most: int,
+    tokens_per_ms: Callable[[int, float], float],
+) -> list[int]:
+    """Nodes per request of the fastest step: all sizes up to ``most`` are tried, each with the
+    likeliest nodes, and of equally fast ones the smallest wins.
+
+    ``scores[r]`` are log acceptance probabilities; ``tokens_per_ms(nodes, accepted)`` is the speed
+    of a step with that many nodes, of which ``accepted`` are expected to be accepted.
+    """
+    counts = [0] * len(scores)
+    chances = [
+        [probability(score) for score in sorted(row, reverse=True)][:cap]
+        for row, cap in zip(scores, caps, strict=True)
+    ]
+    accepted = 0.0
+    best, fastest = list(counts), tokens_per_ms(0, 0.0)
+    for nodes in range(1, most + 1):
+        open_requests = [
+            r for r, count in enumerate(counts) if count < len(chances[r]) and chances[r][count] > 0
+        ]
+        if not open_requests:
+            break
+        winner = max(open_requests, key=lambda r: (chances[r][counts[r]], -r))
+        accepted += chances[winner][counts[winner]]
+        counts[winner] += 1
+        if tokens_per_ms(nodes, accepted) > fastest:
+            best, fastest = list(counts), tokens_per_ms(nodes, accepted)
+    return best
+
+
 def share_evenly(wanted: Sequence[int], budget: int) -> list[int]:
     """One node each, in request order, round after round, until budget or wishes run out."""
     counts = [0] * len(wanted)
@@ -68,6 +103,16 @@ def share_evenly(wanted: Sequence[int], budget: int) -> list[int]:
                 counts[r] += 1
                 budget -= 1
     return counts
+
+
+def even_caps(max_nodes: Sequence[int], budget: int) -> list[int]:
+    """Most nodes of each request when nobody may use what another leaves: the budget is dealt out
+    to all that are drafted for, whether they can use it or not."""
+    drafted = [r for r, most in enumerate(max_nodes) if most > 0]
+    shares = [0] * len(max_nodes)
+    for place, r in enumerate(drafted):
+        shares[r] = len(range(place, budget, len(drafted)))
+    return [min(share, most) for share, most in zip(shares, max_nodes, strict=True)]
 
 
 def take_best(candidates: Sequence[Node], count: int) -> list[Node]:
@@ -81,3 +126,13 @@ def take_best(candidates: Sequence[Node], count: int) -> list[Node]:
 def best_first(nodes: Sequence[Node], indices: Iterable[int]) -> list[int]:
     """``indices`` into ``nodes`` by descending score, ties by index."""
     return sorted(indices, key=lambda index: (-nodes[index].score, index))
+
+
+def probability(score: float) -> float:
+    """exp, rounded to float32."""
+    return to_float32(math.exp(score))
+
+
+def to_float32(value: float) -> float:
+    """Round to the nearest float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])

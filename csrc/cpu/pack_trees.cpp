@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../include/pack_trees.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "checks.h"
+#include "ops.h"
+
+namespace vllm_echo::cpu {
+namespace {
+
+Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  const std::vector<int64_t> sizes(shape);
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
+                                                                      const Tensor& parents,
+                                                                      const Tensor& depths,
+                                                                      const Tensor& num_nodes) {
+  require_int32(tokens, "pack_trees: tokens", 2);
+  require_int32(parents, "pack_trees: parents", 2);
+  require_int32(depths, "pack_trees: depths", 2);
+  require_int32(num_nodes, "pack_trees: num_nodes", 1);
+  const int64_t num_requests = tokens.size(0);
+  const int64_t width = tokens.size(1);
+  for (const auto& [tensor, what] : {std::pair<const Tensor&, const char*>{parents, "parents"},
+                                     std::pair<const Tensor&, const char*>{depths, "depths"}}) {
+    const std::string name = std::string("pack_trees: ") + what;
+    require_size(tensor, name.c_str(), 0, num_requests);
+    require_size(tensor, name.c_str(), 1, width);
+  }
+  require_size(num_nodes, "pack_trees: num_nodes", 0, num_requests);
+
+  const int32_t* counts = const_data<int32_t>(num_nodes);
+  Tensor cu_rows = new_tensor(num_nodes, {num_requests + 1}, ScalarType::Int);
+  int32_t* starts = data<int32_t>(cu_rows);
+  starts[0] = 0;
+  int64_t most = 0;
+  for (int64_t r = 0; r < num_requests; ++r) {
+    require(counts[r] >= 0 && counts[r] <= width, "pack_trees: num_nodes is ", counts[r],
+            " for request ", r, ", but its tree has room for ", width);
+    starts[r + 1] = starts[r] + 1 + counts[r];
+    most = std::max<int64_t>(most, counts[r]);
+  }
+  const int64_t num_rows = starts[num_requests];
+  const int64_t num_words = (most + kMaskWordBits) / kMaskWordBits;  // most + 1 bits, rounded up
+  Tensor out_tokens = new_tensor(tokens, {num_rows}, ScalarType::Int);
+  Tensor out_parents = new_tensor(tokens, {num_rows}, ScalarType::Int);
+  Tensor out_depths = new_tensor(tokens, {num_rows}, ScalarType::Int);
+  Tensor ancestors = new_tensor(tokens, {num_rows, num_words}, ScalarType::Long);
+  Tensor is_chain = new_tensor(tokens, {num_requests}, ScalarType::Bool);
+  for (int64_t r = 0; r < num_requests; ++r) {
+    const int64_t first = starts[r];
+    const TreeToPack tree{const_data<int32_t>(tokens) + r * tokens.stride(0),
+                          const_data<int32_t>(parents) + r * parents.stride(0),
+                          const_data<int32_t>(depths) + r * depths.stride(0),
+                          counts[r],
+                          num_words,
+                          data<int32_t>(out_tokens) + first,
+                          data<int32_t>(out_parents) + first,
+                          data<int32_t>(out_depths) + first,
+                          data<uint64_t>(ancestors) + first * num_words,
+                          data<bool>(is_chain) + r};
+    const int64_t broken = pack_tree(tree);
+    require(broken < 0, "pack_trees: parents of request ", r, ": that of node ", broken,
+            " is not before it");
+  }
+  return {cu_rows, out_tokens, out_parents, out_depths, ancestors, is_chain};
+}
+
+}  // namespace vllm_echo::cpu

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K_max under load: what a step may spend, and when drafting does not pay at all."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.kit import randoms
+from tests.core.machines import FREE, MACHINE, random_curve
+from vllm_echo.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
+from vllm_echo.budget import NOTHING, ElasticBudget, Offer
+from vllm_echo.cost import CostCurve, Line, StepLoad
+
+many = settings(max_examples=60, deadline=None, derandomize=True)
+NO_CAP = 1 << 20
+DRAFTING = dict(zip(("roots", "layer", "catch_up", "control"), [Line(0.1, 0.01)] * 4, strict=True))
+QUADRATIC = CostCurve(tuple((n, 20 + n * n / 200) for n in range(1, 600, 4)), **DRAFTING)
+HINGE = CostCurve(((1, 20.0), (32, 20.0), (512, 260.0)), **DRAFTING)
+LOADS = [StepLoad(n, prefill, 100 * n) for n in (1, 3, 8, 40, 200) for prefill in (0, 40, 700)]
+
+
+def budget_of(curve: CostCurve, calibration: Calibration | None = None) -> ElasticBudget:
+    return ElasticBudget(curve, calibration or uncalibrated(), NO_CAP)
+
+
+def head_that_offers(*points: SupplyPoint, best_child: float = 0.5) -> Calibration:
+    model = AcceptanceModel(((0.0, 1.0),), (best_child,), points)
+    return Calibration(model, model)
+
+
+def obvious_offer(curve: CostCurve, points: list[SupplyPoint], load: StepLoad, most: int) -> Offer:
+    """Every point of the supply is tried; the one with the least time per token wins."""
+    requests = load.num_requests
+    plain = curve.plain_ms(load)
+    best, offer = plain / requests, NOTHING
+    for point in points:
+        wanted = requests * point.nodes
+        nodes = min(wanted, most)
+        if nodes < 0.5:
+            continue
+        drafting = curve.roots(requests) + curve.catch_up(requests) + curve.control.fixed
+        for chance in point.layers:
+            nobody = (1 - chance) ** requests
+            drafting += curve.layer.fixed * (1 - nobody) + curve.layer.each * requests * chance
+        time = plain + drafting + curve.nodes_ms(load, nodes)
+        tokens = requests + requests * point.accepted * nodes / wanted
+        if time / tokens < best:
+            best = time / tokens
+            offer = Offer(max(1, round(nodes)), point.price, best, plain + drafting, point.depth)
+    return offer
+
+
+@many
+@given(randoms, st.sampled_from([0, 1, 7, 40, NO_CAP]))
+def test_the_offer_is_the_fastest_of_all(source: random.Random, most: int) -> None:
+    """Catches milliseconds and tokens that are counted twice, or for one request only."""
+    curve = random_curve(source)
+    requests = source.randint(1, 256)
+    # Rounded loads, so that the answer is that of the load itself.
+    load = StepLoad(requests, 32 * source.randint(0, 9), 128 * requests * source.randint(0, 9))
+    expected = obvious_offer(curve, list(uncalibrated().greedy.supply), load, most)
+
+    offer = ElasticBudget(curve, uncalibrated(), most).offer(load)
+
+    assert offer.num_nodes == expected.num_nodes <= most
+    assert offer.depth == expected.depth
+    for name in ("price", "ms_per_token", "plain_ms"):
+        assert getattr(offer, name) == pytest.approx(getattr(expected, name), abs=1e-9)
+
+
+@many
+@given(st.integers(0, 2**32))
+def test_a_requests_share_shrinks_as_requests_come_and_stays_0(seed: int) -> None:
+    """The elastic rule: on a machine whose rows get dearer, more requests means fewer nodes each
+    (within the rounding of the sum), and once drafting does not pay it pays never again.
+
+    The sum itself may grow with the first requests: one request alone has few good candidates.
+    A draft forward's fixed cost would weigh less on many requests, so there is none here.
+    """
+    curve = random_curve(random.Random(seed))
+    names = ("roots", "layer", "catch_up", "control")
+    curve = replace(curve, **{name: Line(0.0, getattr(curve, name).each) for name in names})
+    budget = budget_of(curve)
+    offers = [budget.offer(StepLoad(requests)).num_nodes for requests in range(1, 257)]
+    for requests, (fewer, more) in enumerate(zip(offers, offers[1:], strict=False), start=1):
+        if fewer:
+            assert (more - 0.5) / (requests + 1) <= (fewer + 0.5) / requests + 1e-9
+        else:
+            assert more == 0
+
+
+@pytest.mark.parametrize("curve", [QUADRATIC, HINGE, MACHINE])
+def test_k_max_falls_from_its_peak_to_0(curve: CostCurve) -> None:
+    """Catches a budget that only ever grows with the number of requests."""
+    offers = [budget_of(curve).offer(StepLoad(n)).num_nodes for n in (1, 2, 4, 8, 16, 32, 64, 256)]
+    peak = offers.index(max(offers))
+    assert offers[:peak] == sorted(offers[:peak])
+    assert offers[peak:] == sorted(offers[peak:], reverse=True)
+    assert offers[0] > 0 == offers[-1]
+
+
+@many
+@given(randoms, st.integers(1, 64))
+def test_prompts_make_no_offer_better(source: random.Random, requests: int) -> None:
+    """Rows of prompts push the step up the curve before the first candidate. The number of nodes
+    may even rise then (wider instead of deeper), but a token never gets cheaper."""
+    curve = random_curve(source)
+    budget = budget_of(curve)
+    offers = [budget.offer(StepLoad(requests, rows)) for rows in range(0, 700, 32)]
+    plain = curve.plain_ms(StepLoad(requests)) / requests
+    costs = [offer.ms_per_token if offer.num_nodes else plain for offer in offers]
+    for more, fewer in zip(costs[1:], costs, strict=False):
+        assert more >= fewer - 1e-9
+
+
+@pytest.mark.parametrize("requests", [1, 2, 4, 8, 16])
+def test_prompts_take_from_the_budget(requests: int) -> None:
+    budget = budget_of(QUADRATIC)
+    offers = [budget.offer(StepLoad(requests, rows)).num_nodes for rows in range(0, 700, 32)]
+    assert offers == sorted(offers, reverse=True)
+    assert offers[0] > offers[-1]
+
+
+def test_long_contexts_take_from_the_budget() -> None:
+    """A candidate attends to its request's whole context; catches a cost that is left out."""
+    budget = budget_of(replace(QUADRATIC, context_us=2.0))
+    offers = [budget.offer(StepLoad(4, 0, 4 * n)).num_nodes for n in (0, 500, 1000, 4000, 16000)]
+    assert offers == sorted(offers, reverse=True)
+    assert offers[0] > offers[-1]
+
+
+def test_dear_drafting_does_not_pay() -> None:
+    """Catches a budget that counts verification and forgets the head's own forwards."""
+    for name in ("roots", "catch_up", "control", "layer"):
+        dear = replace(MACHINE, **{name: Line(500.0, 0.0)})
+        offer = budget_of(dear).offer(StepLoad(8))
+        assert offer == NOTHING or name == "layer"
+    assert budget_of(MACHINE).offer(StepLoad(8)) != NOTHING
+
+
+def test_a_dear_layer_leaves_what_needs_none() -> None:
+    """Where layers cost too much, first candidates may pay: they come without one."""
+    first_only = SupplyPoint(0.5, 1.0, 0.7, (0.0, 0.0))
+    deeper = SupplyPoint(0.2, 3.0, 1.5, (0.9, 0.7))
+    head = head_that_offers(deeper, first_only)
+    cheap, dear = budget_of(MACHINE, head), budget_of(replace(MACHINE, layer=Line(9.0, 0.0)), head)
+    assert cheap.offer(StepLoad(2)).num_nodes == 6
+    assert dear.offer(StepLoad(2)).num_nodes == 2
+
+
+@many
+@given(randoms, st.integers(1, 256), st.integers(0, 2000))
+def test_an_offer_is_no_slower_than_plain_decoding(
+    source: random.Random, requests: int, prefill: int
+) -> None:
+    curve = random_curve(source)
+    load = StepLoad(requests, 32 * (prefill // 32))
+    offer = budget_of(curve).offer(load)
+    if offer.num_nodes:
+        assert offer.ms_per_token < curve.plain_ms(load) / requests
+        assert offer.plain_ms >= curve.plain_ms(load)
+        assert 0 < offer.price < 1
+
+
+@pytest.mark.parametrize("curve", [QUADRATIC, MACHINE, FREE])
+def test_the_price_of_a_node_is_a_probability_and_rises_with_load(curve: CostCurve) -> None:
+    """Catches a price that no candidate can ever reach, and one that nothing reaches below."""
+    offers = [budget_of(curve).offer(StepLoad(n)) for n in (1, 4, 16)]
+    prices = [offer.price for offer in offers if offer.num_nodes]
+    assert len(prices) >= 2
+    assert all(0 <= price <= 1 for price in prices)
+    assert prices == sorted(prices)
+
+
+AT_THE_KNEE = CostCurve(((1, 20.0), (32, 20.0), (64, 1000.0)), *[Line(0.0, 0.0)] * 4)
+
+
+def test_a_budget_that_ends_at_the_knee_has_a_price_below_1() -> None:
+    """24 nodes are free, the 25th costs more than a token does: those 24 have a price of less than
+    a sure token, or goodput would go no deeper than layer 1 for them."""
+    offer = ElasticBudget(AT_THE_KNEE, uncalibrated(), 24).offer(StepLoad(8))
+    assert offer.num_nodes == 24
+    assert offer.price <= 1
+
+
+def test_a_budget_that_the_knee_keeps_small_has_a_price_above_0() -> None:
+    """16 requests get 16 nodes or so since the knee is near: a poor node is not worth one of
+    them."""
+    offer = budget_of(HINGE).offer(StepLoad(16))
+    assert 8 < offer.num_nodes < 24
+    assert offer.price > 0.05
+
+
+def test_a_free_machine_offers_all_that_the_head_supplies() -> None:
+    """Where nothing costs, everything pays: the supply at the lowest price and to the greatest
+    depth, for each request."""
+    most = max(uncalibrated().greedy.supply, key=lambda point: point.accepted)
+    assert most.nodes > 4
+    assert most.price == uncalibrated().greedy.supply[0].price
+    for requests in (1, 7, 256):
+        offer = budget_of(FREE).offer(StepLoad(requests))
+        assert offer.num_nodes == round(requests * most.nodes)
+        assert (offer.price, offer.depth) == (most.price, most.depth)
+
+
+def test_dear_layers_make_offers_shallow() -> None:
+    """Catches a depth that the head's cost does not reach, and one that is not passed on."""
+    depths = []
+    for fixed in (0.0, 0.5, 2.0, 50.0):
+        curve = replace(MACHINE, layer=Line(fixed, 0.0))
+        depths.append(budget_of(curve).offer(StepLoad(2)).depth)
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > 3
+    assert depths[-1] == 1
+
+
+def test_a_free_machine_offers_no_more_than_k_max() -> None:
+    assert ElasticBudget(FREE, uncalibrated(), 5).offer(StepLoad(7)).num_nodes == 5
+    assert ElasticBudget(FREE, uncalibrated(), 0).offer(StepLoad(7)) == NOTHING
+
+
+@pytest.mark.parametrize("requests", [1, 2, 8, 64, 256])
+def test_a_poor_head_never_drafts(requests: int) -> None:
+    """A head that knows nothing supplies next to nothing at any price, at any load."""
+    poor = head_that_offers(*(SupplyPoint(p / 20, 1e-3, 1e-4, (0.0,)) for p in range(1, 20)))
+    for curve in (MACHINE, QUADRATIC, HINGE):
+        for prefill in (0, 100):
+            assert budget_of(curve, poor).offer(StepLoad(requests, prefill)) == NOTHING
+
+
+def test_no_request_is_offered_nothing() -> None:
+    assert budget_of(FREE).offer(StepLoad(0)) == NOTHING
+    assert budget_of(FREE).offer(StepLoad(0, num_prefill_tokens=500)) == NOTHING
+
+
+def test_every_instance_offers_the_same_in_any_order() -> None:
+    """Ranks see the same loads, but an answer must not depend on which came first."""
+    one, other = budget_of(MACHINE), budget_of(MACHINE)
+    first = {load: one.offer(load, load.num_requests // 2) for load in LOADS}
+    second = {load: other.offer(load, load.num_requests // 2) for load in reversed(LOADS)}
+    assert first == second
+    assert first == {load: one.offer(load, load.num_requests // 2) for load in LOADS}
+    assert len(set(first.values())) > 3
+
+
+def test_sampled_requests_shrink_the_budget_of_a_head_that_is_worse_for_them() -> None:
+    """Catches a calibration by kind that is read for one kind only."""
+    good = uncalibrated().greedy
+    worse = [replace(p, nodes=p.nodes / 10, accepted=p.accepted / 10) for p in good.supply]
+    budget = budget_of(FREE, Calibration(good, replace(good, supply=tuple(worse))))
+    offers = [budget.offer(StepLoad(8), sampled).num_nodes for sampled in (0, 2, 4, 6, 8)]
+    assert offers == sorted(offers, reverse=True)
+    most = 8 * max(point.nodes for point in good.supply)
+    assert [offers[0], offers[-1]] == [round(most), round(most / 10)]
+    assert offers[2] == pytest.approx((offers[0] + offers[-1]) / 2, abs=1)
+
+
+def test_kinds_of_unlike_supply_are_not_mixed() -> None:
+    """Two tables of other prices cannot be mixed point by point; the more frequent kind rules."""
+    first, other = SupplyPoint(0.1, 3.0, 1.0, (0.5,)), SupplyPoint(0.2, 2.0, 0.8, (0.5,))
+    models = [AcceptanceModel(((0.0, 1.0),), (0.5,), (point,)) for point in (first, other)]
+    budget = budget_of(FREE, Calibration(*models))
+    offers = [budget.offer(StepLoad(8), sampled).num_nodes for sampled in (0, 2, 6, 8)]
+    assert offers == [24, 24, 16, 16]
+
+
+@many
+@given(randoms, st.integers(1, 300), st.integers(0, 900), st.integers(0, 700))
+def test_the_table_of_added_costs_is_the_curve(
+    source: random.Random, requests: int, prefill: int, most: int
+) -> None:
+    """Catches a table that is read beyond its end or from a wrong row on."""
+    curve = random_curve(source)
+    load = StepLoad(requests, prefill, 300 * requests)
+    added = budget_of(curve).added_ms(load, most)
+    assert added.shape == (most + 1,)
+    assert added.dtype == torch.float64
+    expected = [curve.nodes_ms(load, nodes) for nodes in range(most + 1)]
+    assert added.tolist() == pytest.approx(expected, abs=1e-9)

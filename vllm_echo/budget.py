@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step may spend: K_max from the cost curve, the load, and what candidates are worth.
+
+A step's time per output token is
+
+    ms_per_token = (plain step + drafting + candidates) / (requests + accepted candidates)
+
+and a candidate pays exactly when its acceptance probability is above its *price*, the
+milliseconds that it adds over the milliseconds that a token costs. As load grows a candidate
+costs more and a token less, so the price rises, and K_max falls, to 0 where nothing pays.
+
+The paper gives a constant K_max for a machine; the elastic one follows from its own cost
+model once a step's own rows count. Depends on load and configuration only, never on a clock
+at run time: equal input gives an equal budget.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_echo.acceptance import Calibration, SupplyPoint
+from vllm_echo.cost import CostCurve, StepLoad
+
+MAX_DEPTH = 255
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The budget of one step."""
+
+    num_nodes: int
+    """K_max: most nodes of the step; 0 says that drafting does not pay."""
+    price: float = 0.0
+    """Acceptance probability from which a node pays; 0 where the budget is a constant."""
+    ms_per_token: float = 0.0
+    """Predicted milliseconds of the step for each output token; 0 where it is a constant."""
+    plain_ms: float = 0.0
+    """Milliseconds of the step before any candidate is verified."""
+    depth: int = MAX_DEPTH
+    """Deepest layer that is expected to be worth its forward."""
+
+
+NOTHING = Offer(0)
+
+_CONTEXT_STEP = 128
+_PREFILL_STEP = 32
+_SHARES = 4
+_FIRST_TABLE = 512
+
+
+class ElasticBudget:
+    """K_max as a function of load. Answers are kept: a server sees few different loads."""
+
+    def __init__(self, curve: CostCurve, calibration: Calibration, max_nodes: int):
+        self.curve = curve
+        self._calibration = calibration
+        self._max_nodes = max_nodes
+        self._offers: dict[tuple[int, int, int, int], Offer] = {}
+        self._step_ms = torch.tensor(
+            [curve.step_ms(n) for n in range(_FIRST_TABLE)], dtype=torch.float64
+        )
+
+    def offer(self, load: StepLoad, num_sampled: int = 0) -> Offer:
+        """The budget that is worth most for ``load``; ``num_sampled`` of its requests sample."""
+        if load.num_requests == 0:
+            return NOTHING
+        requests = load.num_requests
+        key = (
+            requests,
+            -(-load.num_prefill_tokens // _PREFILL_STEP),
+            load.num_context_tokens // (requests * _CONTEXT_STEP),
+            round(_SHARES * num_sampled / requests),
+        )
+        if key not in self._offers:
+            rounded = StepLoad(requests, key[1] * _PREFILL_STEP, key[2] * requests * _CONTEXT_STEP)
+            self._offers[key] = self._best_offer(rounded, key[3] / _SHARES)
+        return self._offers[key]
+
+    def _best_offer(self, load: StepLoad, share_sampled: float) -> Offer:
+        best = self.curve.plain_ms(load) / load.num_requests
+        offer = NOTHING
+        for point in self._supply(share_sampled):
+            nodes = min(float(self._max_nodes), load.num_requests * point.nodes)
+            if nodes < 0.5:
+                continue
+            accepted = point.accepted * nodes / point.nodes
+            before = self.curve.plain_ms(load) + self.drafting_ms(load, point)
+            time = before + self.curve.nodes_ms(load, nodes)
+            ms_per_token = time / (load.num_requests + accepted)
+            if ms_per_token < best:
+                best = ms_per_token
+                offer = Offer(max(1, round(nodes)), point.price, ms_per_token, before, point.depth)
+        return offer
+
+    def drafting_ms(self, load: StepLoad, point: SupplyPoint) -> float:
+        """Expected milliseconds of drafting for the load's requests."""
+        requests = load.num_requests
+        curve = self.curve
+        layers = sum(1 - (1 - chance) ** requests for chance in point.layers)
+        nodes = requests * sum(point.layers)
+        time = curve.roots(requests) + curve.catch_up(requests) + curve.control.fixed
+        return time + curve.layer.fixed * layers + curve.layer.each * nodes
+
+    def added_ms(self, load: StepLoad, most: int) -> torch.Tensor:
+        """[most + 1] float64: ``CostCurve.nodes_ms`` for 0 to ``most`` nodes."""
+        start = load.num_rows
+        while self._step_ms.shape[0] <= start + most:
+            more = range(self._step_ms.shape[0], 2 * self._step_ms.shape[0])
+            grown = torch.tensor([self.curve.step_ms(n) for n in more], dtype=torch.float64)
+            self._step_ms = torch.cat([self._step_ms, grown])
+        added = self._step_ms[start : start + most + 1] - self._step_ms[start]
+        own = self.curve.per_node_ms(load) * torch.arange(most + 1, dtype=torch.float64)
+        return (added + own).clamp_(min=0)
+
+    def _supply(self, share_sampled: float) -> list[SupplyPoint]:
+        greedy = {(p.price, p.depth): p for p in self._calibration.greedy.supply}
+        sampled = {(p.price, p.depth): p for p in self._calibration.sampled.supply}
+        if share_sampled == 0 or greedy.keys() != sampled.keys():
+            return list((greedy if share_sampled < 0.5 else sampled).values())
+        return [_mix(greedy[key], sampled[key], share_sampled) for key in greedy]
+
+
+def _mix(a: SupplyPoint, b: SupplyPoint, share: float) -> SupplyPoint:
+    def between(x: float, y: float) -> float:
+        return x * (1 - share) + y * share
+
+    return SupplyPoint(
+        price=a.price,
+        nodes=between(a.nodes, b.nodes),
+        accepted=between(a.accepted, b.accepted),
+        layers=tuple(between(x, y) for x, y in zip(a.layers, b.layers, strict=True)),
+    )
