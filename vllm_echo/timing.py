@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes: wall time per stage, summed, written to a file on request."""
+"""Where a step's time goes: wall time per stage, summed into a file or kept step by step."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 STAGE_TIMES_ENV = "VLLM_ECHO_STAGE_TIMES"
 """Path of a JSON file; when set, every worker sums its stage times and rewrites the file
@@ -16,41 +17,67 @@ WRITE_EVERY = 20
 
 
 class StageTimer:
-    """Sums wall seconds per stage. Does nothing, cheaply, unless a path is given."""
+    """Sums wall seconds per stage. Does nothing, cheaply, unless somebody wants them."""
 
     def __init__(self, path: Path | None):
         self._path = path
-        self._seconds: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
+        self._log: list[dict[str, Any]] | None = None
+        self._totals: dict[str, dict[str, float]] = {"seconds": {}, "counts": {}}
+        self._step: dict[str, dict[str, float]] = {"seconds": {}, "counts": {}}
         self._steps = 0
+        self._ended = 0.0
 
     @classmethod
     def from_environment(cls) -> "StageTimer":
         path = os.environ.get(STAGE_TIMES_ENV)
         return cls(Path(path) if path else None)
 
+    @property
+    def enabled(self) -> bool:
+        return self._path is not None or self._log is not None
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        if self._path is None:
+        if not self.enabled:
             yield
             return
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = self._step["seconds"]
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count(self, name: str, amount: float) -> None:
         """Add ``amount`` to a counter that is written beside the times (nodes, tokens)."""
-        if self._path is not None:
-            self._counts[name] = self._counts.get(name, 0.0) + amount
+        if self.enabled:
+            counts = self._step["counts"]
+            counts[name] = counts.get(name, 0.0) + amount
 
     def end_step(self) -> None:
-        if self._path is None:
+        """One step is over: add it up, keep it, write the file when it is due."""
+        if not self.enabled:
             return
+        now = time.perf_counter()
+        step, self._step = self._step, {"seconds": {}, "counts": {}}
+        if self._log is not None:
+            self._log.append({"period": now - self._ended, **step})
+        self._ended = now
+        for part, values in step.items():
+            for name, value in values.items():
+                self._totals[part][name] = self._totals[part].get(name, 0.0) + value
         self._steps += 1
-        if self._steps % WRITE_EVERY == 0:
-            report = {"steps": self._steps, "seconds": self._seconds, "counts": self._counts}
+        if self._path is not None and self._steps % WRITE_EVERY == 0:
             partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(report))
+            partial.write_text(json.dumps({"steps": self._steps, **self._totals}))
             partial.replace(self._path)
+
+    def start_log(self) -> None:
+        """Keep every step from now on, for ``take_log``."""
+        self._log = []
+
+    def take_log(self) -> list[dict[str, Any]]:
+        """The steps since ``start_log``: {"period": seconds from end to end, "seconds": {stage:
+        seconds}, "counts": {...}}. Logging stops."""
+        log, self._log = self._log or [], None
+        return log

@@ -24,9 +24,13 @@ from vllm_echo.integration.compat import CARRIER_METHOD, ECHO_CPU_WORKER, vllm_d
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
+    from vllm_echo.integration.metrics import EchoLogging, EchoProm
+
 __all__ = [
     "choose_worker",
     "cli_speculative_config",
+    "echo_logging",
+    "echo_prom",
     "is_echo",
     "load_speculative_config",
     "normalise_speculative_config",
@@ -147,3 +151,29 @@ def choose_worker(vllm_config: "VllmConfig") -> str | None:
 
     refusals.check_engine(vllm_config)
     return ECHO_CPU_WORKER
+
+
+def echo_logging(vllm_config: "VllmConfig") -> "EchoLogging | None":
+    """What writes echo's line of the periodic log; None where echo does not speculate."""
+    if not is_echo(vllm_config.speculative_config):
+        return None
+    from vllm_echo.integration.metrics import EchoLogging
+
+    return EchoLogging()
+
+
+def echo_prom(
+    vllm_config: "VllmConfig",
+    labelnames: list[str],
+    labelvalues: dict[int, list[object]],
+    counter_cls: Callable[..., Any],
+    histogram_cls: Callable[..., Any],
+) -> "EchoProm | None":
+    """Echo's Prometheus metrics, one child an engine; None where echo does not speculate."""
+    speculative_config = vllm_config.speculative_config
+    if speculative_config is None or speculative_config.echo is None:
+        return None
+    from vllm_echo.integration.metrics import EchoProm
+
+    config = EchoConfig.from_dict(speculative_config.echo)
+    return EchoProm(config, labelnames, labelvalues, counter_cls, histogram_cls)

@@ -7,12 +7,63 @@ from dataclasses import dataclass
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.models.llama_eagle3 import LlamaModel
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_echo.draft import Frontier
 from vllm_echo.errors import EchoError
 from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
+
+logger = init_logger(__name__)
+
+SPLIT_FROM = 16
+"""Rows that nobody drafts from are worth a pass of their own when there are this many."""
+
+
+class KvWriter:
+    """The draft KV of rows without the rest of the head.
+
+    In a head of one decoder layer a row's key and value depend on its own inputs only, so
+    attention, MLP and output layer can be left out where nobody reads their result.
+    """
+
+    def __init__(self, model: LlamaModel):
+        self._model = model
+        self._layer = model.layers[0]
+
+    @classmethod
+    def of(cls, head: torch.nn.Module) -> "KvWriter | None":
+        """None for heads of another make: they run as a whole (said at start-up)."""
+        model = getattr(head, "model", None)
+        if not isinstance(model, LlamaModel) or len(model.layers) != 1:
+            logger.info(
+                "ECHO: the head %s is no single Llama layer; catch-up runs all of it for every row",
+                type(head).__name__,
+            )
+            return None
+        return cls(model)
+
+    def write(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """``token_ids``, ``positions``, ``slots`` [M], ``hidden`` [M, H] (combined states)."""
+        layer, attention = self._layer, self._layer.self_attn
+        embeds = layer.input_layernorm(self._model.embed_input_ids(token_ids))
+        normed, _ = layer._residual_norm(hidden_states=hidden)
+        qkv, _ = attention.qkv_proj(torch.cat([embeds, normed], dim=-1))
+        query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], -1)
+        _, key = attention.rotary_emb(positions, query, key)
+        shape = (-1, attention.num_kv_heads, attention.head_dim)
+        inner = attention.attn
+        inner.impl.do_kv_cache_update(
+            inner, key.reshape(shape), value.reshape(shape), inner.kv_cache, slots
+        )
 
 
 @dataclass
@@ -40,9 +91,11 @@ class EchoDrafter(EagleProposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: object):
         super().__init__(vllm_config, device, runner)
         self._target_ids: torch.Tensor | None = None
+        self.kv_writer: KvWriter | None = None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
+        self.kv_writer = KvWriter.of(self.model)
         offsets = self.model.draft_id_to_target_id
         if offsets is not None:
             self._target_ids = torch.arange(offsets.shape[0]) + offsets
@@ -60,9 +113,48 @@ class EchoDrafter(EagleProposer):
         blocks = block_table[owner, torch.div(slots, self.block_size, rounding_mode="floor")]
         return blocks.long() * self.block_size + slots % self.block_size
 
-    def catch_up(self, rows: CatchUpRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the draft KV of final rows; returns (for logits, for feedback) hidden
-        states at every request's last row, [R, H] each."""
+    def catch_up(
+        self, rows: CatchUpRows, drafting: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the draft KV of final rows; returns (for logits, for feedback) hidden states
+        at the last row of every request in ``drafting`` [A] int64, [A, H] each.
+
+        A row that nobody drafts from needs its KV only, which is less than half the work.
+        """
+        last = rows.cu_rows[1:].long() - 1
+        num_others = rows.token_ids.shape[0] - drafting.shape[0]
+        hidden = self.model.combine_hidden_states(rows.hidden_states)
+        if self.kv_writer is None or 0 < num_others < SPLIT_FROM and drafting.numel():
+            for_logits, for_feedback = self.run_rows(rows, hidden)
+            return for_logits[last[drafting]], for_feedback[last[drafting]]
+        if num_others:
+            others = torch.ones(rows.token_ids.shape[0], dtype=torch.bool)
+            others[last[drafting]] = False
+            self._write_kv(rows, hidden, others.nonzero().flatten())
+        if not drafting.numel():
+            return hidden[:0], hidden[:0]
+        roots = last[drafting]
+        only_roots = CatchUpRows(
+            token_ids=rows.token_ids[roots],
+            positions=rows.positions[roots],
+            hidden_states=hidden[:0],
+            cu_rows=torch.arange(drafting.shape[0] + 1, dtype=torch.int32),
+            block_table=rows.block_table[drafting],
+        )
+        return self.run_rows(only_roots, hidden[roots])
+
+    def _write_kv(self, rows: CatchUpRows, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
+        assert self.kv_writer is not None
+        owner = torch.repeat_interleave(rows.cu_rows.diff().long())[chosen]
+        positions = rows.positions[chosen]
+        slots = self.slot_mapping(rows.block_table, owner, positions)
+        self.kv_writer.write(rows.token_ids[chosen], positions, hidden[chosen], slots)
+
+    def run_rows(
+        self, rows: CatchUpRows, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole head over ``rows``, whose combined states are ``hidden`` [M, H]; returns
+        (for logits, for feedback) of every row."""
         lens = rows.cu_rows.diff()
         owner = torch.repeat_interleave(lens.long())
         last = rows.cu_rows[1:].long() - 1
@@ -83,11 +175,7 @@ class EchoDrafter(EagleProposer):
                 causal=True,
             )
         )
-        hidden = self.model.combine_hidden_states(rows.hidden_states)
-        for_logits, for_feedback = self._forward(
-            rows.token_ids, rows.positions, hidden, metadata, slots
-        )
-        return for_logits[last], for_feedback[last]
+        return self._forward(rows.token_ids, rows.positions, hidden, metadata, slots)
 
     def expand_layer(
         self,

@@ -13,35 +13,42 @@ A step, in the order of the methods below:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_echo.commit import commit_paths
 from vllm_echo.config import EchoConfig
-from vllm_echo.draft import DraftBatch, DraftHead
+from vllm_echo.draft import DraftHead
+from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.cpu.attention import (
     EchoCPUAttentionMetadataBuilder,
     require_tree_attention,
 )
 from vllm_echo.integration.cpu.drafter import CatchUpRows, EagleDraftHead, EchoDrafter
+from vllm_echo.integration.cpu.planner import DraftPlan, plan_drafts
+from vllm_echo.integration.cpu.quick_profile import measure_in_worker
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
-from vllm_echo.pipeline import EchoPipeline
+from vllm_echo.integration.profile_store import load_profile, profile_path, store_profile
+from vllm_echo.pipeline import EchoPipeline, Proposal
+from vllm_echo.policies import make_recording_policy
+from vllm_echo.stats import StepStats
 from vllm_echo.timing import StageTimer
-from vllm_echo.tree import SuperTree
+from vllm_echo.trace import TraceRecorder
+from vllm_echo.tree import CandidateTrees, SuperTree
 
 logger = init_logger(__name__)
 
@@ -53,6 +60,8 @@ class Step:
     tree: SuperTree
     root_positions: torch.Tensor
     """[R] int64, logical positions (and KV slots) of the roots."""
+    proposal: Proposal | None = None
+    """What it drafted; None for nothing, and while a trace is recorded."""
 
 
 class EchoCPUModelRunner(CPUModelRunner):
@@ -66,12 +75,83 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.drafter = EchoDrafter(vllm_config, device, self)
         self.rejection_sampler = TreeVerifier(self.sampler)
         self.timer = StageTimer.from_environment()
+        self.recorder: TraceRecorder | None = None
         self._step: Step | None = None
+        self._stats: StepStats | None = None
         holder = self.input_batch.thinking_budget_state_holder
         if holder is not None:
             # Its speculative mode assumes chains; we draft nothing for its requests.
             holder.in_spec_mode = False
         logger.info("ECHO on the V1 CPU runner: %s", config)
+
+    def set_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Change some of the options ``EchoConfig.to_dict`` has; raises EchoConfigError."""
+        now = self.pipeline.config
+        config = EchoConfig.from_dict({**now.to_dict(), **options})
+        if config.num_speculative_tokens > self.num_spec_tokens:
+            raise EchoConfigError(
+                f"num_speculative_tokens: {config.num_speculative_tokens} is more than the "
+                f"{self.num_spec_tokens} that this engine was started with; start it with more"
+            )
+        self.pipeline.set_options(config)
+        return config.to_dict()
+
+    def settle_profile(self) -> None:
+        """Before the first request: see that a policy which needs a cost curve has one. It is
+        taken from the configuration, else from the store, else measured and stored."""
+        config = self.pipeline.config
+        if not config.needs_profile or config.profile is not None:
+            return
+        path = profile_path(self.vllm_config)
+        group = get_tp_group()
+        found = group.broadcast_object(load_profile(path))
+        if found is None:
+            logger.info("ECHO: no cost curve in the configuration or in %s; measuring one", path)
+            found = group.broadcast_object(measure_in_worker(self))
+            if group.rank_in_group == 0:
+                store_profile(path, found)
+        logger.info(
+            "ECHO: cost curve from %s: steps of %s (rows, ms); `vllm-echo profile` measures better",
+            path,
+            found.step,
+        )
+        self.pipeline.set_options(replace(config, profile=found))
+
+    def start_recording(self) -> None:
+        """Draft for everybody, verify nothing, and keep a trace; until ``stop_recording``."""
+        policy = make_recording_policy(self.pipeline.config)
+        self.pipeline.policy = policy
+        self.recorder = TraceRecorder(policy.shape)
+
+    def take_recording(self) -> bytes:
+        """The trace since the last call, as ``DraftTrace.to_bytes`` writes it."""
+        assert self.recorder is not None, "start_recording first"
+        return self.recorder.take().to_bytes()
+
+    def stop_recording(self) -> None:
+        self.recorder = None
+        self.pipeline.set_options(self.pipeline.config)
+
+    def _record(
+        self, drafted: torch.Tensor, candidates: CandidateTrees | None, roots: torch.Tensor
+    ) -> None:
+        """Keep a step's roots, also of requests that draft nothing any more."""
+        assert self.recorder is not None
+        place = {request: index for index, request in enumerate(drafted.tolist())}
+        chosen = [
+            (index, req_id, self.requests[req_id].output_token_ids)
+            for index, req_id in enumerate(self.input_batch.req_ids)
+            if not self.discard_request_mask.np[index]
+        ]
+        chosen = [entry for entry in chosen if entry[2]]
+        self.recorder.add(
+            keys=[req_id for _, req_id, _ in chosen],
+            positions=[len(output) for _, _, output in chosen],
+            contexts=[int(roots[index]) + 1 for index, _, _ in chosen],
+            root_tokens=[output[-1] for _, _, output in chosen],
+            candidates=candidates,
+            places=[place.get(index, -1) for index, _, _ in chosen],
+        )
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -126,6 +206,7 @@ class EchoCPUModelRunner(CPUModelRunner):
             )
         )
         self.timer.count("verified_nodes", int(counts.sum()))
+        self.timer.count("rows", int(num_scheduled_tokens.sum()))
 
     # -- verify -------------------------------------------------------------------------
 
@@ -171,6 +252,12 @@ class EchoCPUModelRunner(CPUModelRunner):
         with self._discarded_generators_hidden():
             return super()._bookkeeping_sync(*args, **kwargs)
 
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        output = super().sample_tokens(grammar_output)
+        if self._stats is not None:
+            output.echo, self._stats = self._stats.to_dict(), None
+        return output
+
     # -- commit -------------------------------------------------------------------------
 
     def _update_states_after_model_execute(
@@ -202,7 +289,7 @@ class EchoCPUModelRunner(CPUModelRunner):
     # -- draft, gate, schedule ----------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
-        # Room is decided per request (_draft_batch): one near its limit stops no other.
+        # Room is decided per request (planner.py): one near its limit stops no other.
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
@@ -225,12 +312,18 @@ class EchoCPUModelRunner(CPUModelRunner):
                 scheduler_output.num_scheduled_tokens,
             )
             rows = self._catch_up_rows(next_tokens, aux_hidden_states or [hidden_states])
-            for_logits, for_feedback = self.drafter.catch_up(rows)
-        with self.timer.stage("draft"):
             roots = rows.positions[rows.cu_rows[1:].long() - 1]
-            drafts = self._propose(for_logits, for_feedback, roots)
+            plan = plan_drafts(self, roots)
+            for_logits, for_feedback = self.drafter.catch_up(rows, plan.requests)
+        with self.timer.stage("draft"):
+            drafts = self._propose(plan, for_logits, for_feedback, roots)
+        with self.timer.stage("stats"):
+            self._stats = StepStats.of_step(
+                self.step.tree, self.rejection_sampler.paths, self.step.proposal
+            )
         self.timer.count("output_tokens", sum(map(len, sampled_token_ids)))
         self.timer.count("requests", len(sampled_token_ids))
+        self.timer.count("context_tokens", plan.load.num_context_tokens)
         self.timer.end_step()
         return drafts
 
@@ -260,30 +353,34 @@ class EchoCPUModelRunner(CPUModelRunner):
         )
 
     def _propose(
-        self, for_logits: torch.Tensor, for_feedback: torch.Tensor, roots: torch.Tensor
+        self,
+        plan: DraftPlan,
+        for_logits: torch.Tensor,
+        for_feedback: torch.Tensor,
+        roots: torch.Tensor,
     ) -> list[list[int]]:
         req_ids = self.input_batch.req_ids
         slots = self.slots.of(req_ids)
         self.pipeline.table.clear(slots)
-        batch = self._draft_batch(roots)
-        open_requests = (batch.max_nodes > 0).nonzero().flatten()
         drafts: list[list[int]] = [[] for _ in req_ids]
-        if open_requests.numel() == 0:
+        if plan.requests.shape[0] == 0:
+            if self.recorder is not None:
+                self._record(plan.requests, None, roots)
             return drafts
-        head = self._draft_head(
-            open_requests,
-            for_logits[open_requests],
-            for_feedback[open_requests],
-            roots[open_requests],
+        head = self._draft_head(plan.requests, for_logits, for_feedback, roots[plan.requests])
+        proposal = self.pipeline.propose_trees(
+            head, plan.batch, slots[plan.requests], plan.offer, plan.load
         )
-        batch = DraftBatch(
-            batch.max_nodes[open_requests],
-            batch.can_expand[open_requests],
-            batch.chain_only[open_requests],
-        )
-        trees = self.pipeline.propose_trees(head, batch, slots[open_requests])
+        self.timer.count("drafted_requests", plan.requests.shape[0])
+        self.timer.count("layers", proposal.growth.num_forwards)
+        self.timer.count("frontier_nodes", proposal.growth.num_expanded)
+        trees = proposal.trees
+        if self.recorder is not None:
+            self._record(plan.requests, proposal.candidates, roots)
+        else:
+            self.step.proposal = proposal
         for request, tokens, count in zip(
-            open_requests.tolist(), trees.tokens.tolist(), trees.num_nodes.tolist(), strict=True
+            plan.requests.tolist(), trees.tokens.tolist(), trees.num_nodes.tolist(), strict=True
         ):
             drafts[request] = tokens[:count]
         return drafts
@@ -300,30 +397,6 @@ class EchoCPUModelRunner(CPUModelRunner):
         return EagleDraftHead(
             self.drafter, for_logits, for_feedback, roots, self._block_table()[requests]
         )
-
-    def _draft_batch(self, roots: torch.Tensor) -> DraftBatch:
-        """What each request may have. ``roots`` [R] int64: last final positions; the next
-        step's root is one further, its nodes' slots follow."""
-        params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]
-        room = self.max_model_len - 3 - roots
-        max_nodes = room.clamp(min=0, max=self.num_spec_tokens)
-        draftable = [self._is_draftable(i, p) for i, p in enumerate(params)]
-        fits = roots + 1 + self.pipeline.policy.num_draft_slots <= self.max_model_len
-        in_draft_range = roots + 2 + self.num_spec_tokens <= self.effective_drafter_max_model_len
-        max_nodes = max_nodes * torch.tensor(draftable) * in_draft_range
-        chain_only = [p.structured_outputs is not None for p in params]
-        return DraftBatch(max_nodes.to(torch.int32), fits, torch.tensor(chain_only))
-
-    def _is_draftable(self, index: int, params: SamplingParams) -> bool:
-        """Not in the middle of its prefill, not at its end, no thinking budget."""
-        if self.discard_request_mask.np[index] or params.thinking_token_budget is not None:
-            return False
-        output = self.requests[self.input_batch.req_ids[index]].output_token_ids
-        if not output:
-            return False  # nothing could be sampled: logits that are no numbers
-        stopped = len(output) >= params.min_tokens and output[-1] in params.all_stop_token_ids
-        at_last_token = params.max_tokens is not None and len(output) + 1 >= params.max_tokens
-        return not (stopped or at_last_token)
 
 
 def _as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker that serves echo on a CPU: vLLM's own, with our runner and attention."""
 
+from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.attention import selector
@@ -22,3 +23,34 @@ class EchoCPUWorker(cpu_worker.CPUWorker):
         # alternative to this scoped substitution is a copy of the method.
         with patch.object(cpu_worker, "CPUModelRunner", EchoCPUModelRunner):
             super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.settle_profile()
+        return times
+
+    def set_echo_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """For ``collective_rpc``: replace options of a running engine, to compare policies in
+        one process. ``num_speculative_tokens`` cannot grow, since the engine's reservations and
+        tables are sized by it. Returns all options that hold from the next step on."""
+        return self.model_runner.set_options(options)
+
+    def start_echo_recording(self) -> None:
+        """For ``collective_rpc``: keep a draft trace from now on (``vllm_echo.trace``)."""
+        self.model_runner.start_recording()
+
+    def take_echo_recording(self) -> bytes:
+        """For ``collective_rpc``: the trace since the last call (``DraftTrace.from_bytes``)."""
+        return self.model_runner.take_recording()
+
+    def stop_echo_recording(self) -> None:
+        """For ``collective_rpc``: go on as configured."""
+        self.model_runner.stop_recording()
+
+    def start_echo_step_log(self) -> None:
+        """For ``collective_rpc``: keep the times of every step from now on."""
+        self.model_runner.timer.start_log()
+
+    def take_echo_step_log(self) -> list[dict[str, Any]]:
+        """For ``collective_rpc``: ``StageTimer.take_log``."""
+        return self.model_runner.timer.take_log()

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is drafted for after a step, how far, and with what budget."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+
+from vllm_echo.budget import NOTHING, Offer
+from vllm_echo.cost import StepLoad
+from vllm_echo.draft import DraftBatch
+
+if TYPE_CHECKING:
+    from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
+
+_ENDS = -1
+"""Instead of a depth: the request has just had its last token."""
+
+
+@dataclass
+class DraftPlan:
+    """Who is drafted for in a step: A of the batch's requests."""
+
+    requests: torch.Tensor
+    """[A] int64, batch rows."""
+    batch: DraftBatch
+    """Theirs."""
+    load: StepLoad
+    offer: Offer
+
+
+def plan_drafts(runner: "EchoCPUModelRunner", roots: torch.Tensor) -> DraftPlan:
+    """``roots`` [R] int64: last final positions; the next step's root is one further, and its
+    nodes' slots follow."""
+    params = [runner.requests[req_id].sampling_params for req_id in runner.input_batch.req_ids]
+    depths = np.array([_useful_depth(runner, i, p) for i, p in enumerate(params)], dtype=np.int32)
+    load = _next_load(runner, roots, depths != _ENDS)
+    batch = _draft_batch(runner, roots, params, torch.from_numpy(depths))
+    requests = (batch.max_nodes > 0).nonzero().flatten()
+    offer = NOTHING
+    if requests.shape[0]:
+        offer = runner.pipeline.policy.offer(load, int(batch.sampled[requests].sum()))
+    if offer.num_nodes == 0:
+        requests = requests[:0]
+    return DraftPlan(requests, batch.of(requests), load, offer)
+
+
+def _next_load(runner: "EchoCPUModelRunner", roots: torch.Tensor, goes_on: np.ndarray) -> StepLoad:
+    """What the next step will carry, as far as it is known: the scheduler may add prompts that
+    wait, and nobody here knows of them."""
+    prefilling = runner.discard_request_mask.np[: len(goes_on)]
+    decoding = torch.from_numpy(goes_on & ~prefilling)
+    num_prefill = 0
+    for index in np.flatnonzero(prefilling):
+        request = runner.requests[runner.input_batch.req_ids[index]]
+        num_prefill += request.num_prompt_tokens - int(roots[index]) - 1
+    return StepLoad(
+        num_requests=int(decoding.sum()),
+        num_prefill_tokens=min(max(0, num_prefill), runner.max_num_tokens),
+        num_context_tokens=int(roots[decoding].sum()),
+    )
+
+
+def _draft_batch(
+    runner: "EchoCPUModelRunner",
+    roots: torch.Tensor,
+    params: list[SamplingParams],
+    depths: torch.Tensor,
+) -> DraftBatch:
+    shape, reserved = runner.pipeline.policy.shape, runner.num_spec_tokens
+    most = runner.pipeline.config.num_speculative_tokens
+    room = (runner.max_model_len - 3 - roots).clamp_(min=0, max=most)
+    # vLLM's head has a length limit of its own.
+    fits = roots + 2 + reserved <= runner.effective_drafter_max_model_len
+    return DraftBatch(
+        max_nodes=(room * (depths > 0) * fits).to(torch.int32),
+        can_expand=roots + 1 + shape.num_draft_slots <= runner.max_model_len,
+        chain_only=torch.tensor([p.structured_outputs is not None for p in params]),
+        max_depths=depths,
+        sampled=torch.tensor([p.temperature > 0 for p in params]),
+    )
+
+
+def _useful_depth(runner: "EchoCPUModelRunner", index: int, params: SamplingParams) -> int:
+    """Deepest layer whose tokens could still be emitted; 0 for a request that is not drafted
+    for: in the middle of its prefill, or with a thinking budget."""
+    if runner.discard_request_mask.np[index]:
+        return 0
+    output = runner.requests[runner.input_batch.req_ids[index]].output_token_ids
+    if not output:
+        return 0  # nothing could be sampled: logits that are no numbers
+    if len(output) >= params.min_tokens and output[-1] in params.all_stop_token_ids:
+        return _ENDS
+    left = runner.max_model_len
+    if params.max_tokens is not None:
+        left = params.max_tokens - len(output)
+    if left <= 0:
+        return _ENDS
+    if params.thinking_token_budget is not None:
+        return 0
+    # A step emits an accepted path and one token more.
+    return left - 1

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step did, in counts: what metrics and the periodic log line are made of.
+
+A step verifies the trees that the step before drafted, then drafts the next ones, so one step's
+counts speak of two generations of trees; sums over many steps agree. Only ints and lists of ints:
+counts travel between processes as ``to_dict``, and merge by adding.
+"""
+
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from vllm_echo.pipeline import Proposal
+from vllm_echo.tree import AcceptedPaths, SuperTree
+
+
+@dataclass
+class StepStats:
+    """Counts of one step, or of several merged ones. Lists are as long as they need to be."""
+
+    steps_with_drafts: int = 0
+    """Steps in which the draft model drafted for at least one request."""
+    steps_without_drafts: int = 0
+    drafted: list[int] = field(default_factory=list)
+    """[d]: candidates of depth d + 1, before the budget decides."""
+    verified: list[int] = field(default_factory=list)
+    """[d]: nodes of depth d + 1 in the target's forward."""
+    emitted: list[int] = field(default_factory=list)
+    """[n]: requests with at least one node verified that emitted n + 1 tokens in the step."""
+    gate_passes: list[int] = field(default_factory=list)
+    """[d]: requests that passed the gate at depth d."""
+    gate_truncations: list[int] = field(default_factory=list)
+    """[d]: requests that the gate at depth d truncated."""
+    offered: int = 0
+    """K_max, summed over the steps with drafts."""
+    used: int = 0
+    """Nodes handed to the engine for the next step; at most ``offered``."""
+    moved: int = 0
+    """Nodes beyond an even split of ``offered`` over the requests drafted for."""
+    on_depth: int = 0
+    """Of ``used``: the trees' heights, the one node a layer that makes a tree deeper."""
+    on_width: int = 0
+    """Of ``used``: all other nodes."""
+
+    @classmethod
+    def of_step(
+        cls, tree: SuperTree, paths: AcceptedPaths, proposal: Proposal | None
+    ) -> "StepStats":
+        """The step that verified ``tree``, kept ``paths`` and then proposed; None where it
+        drafted for nobody."""
+        stats = cls()
+        if tree.tokens.shape[0] > tree.num_requests:
+            stats._count_acceptance(tree, paths)
+        if proposal is None or proposal.trees.num_nodes.shape[0] == 0:
+            stats.steps_without_drafts = 1
+        else:
+            stats.steps_with_drafts = 1
+            stats._count_proposal(proposal)
+        return stats
+
+    def _count_acceptance(self, tree: SuperTree, paths: AcceptedPaths) -> None:
+        self.verified = torch.bincount(tree.depths)[1:].tolist()
+        has_nodes = tree.cu_rows.diff() > 1
+        self.emitted = torch.bincount(paths.num_accepted[has_nodes]).tolist()
+
+    def _count_proposal(self, proposal: Proposal) -> None:
+        trees, candidates, growth = proposal.trees, proposal.candidates, proposal.growth
+        # A column of candidates holds one depth: they are appended layer by layer.
+        in_column = (candidates.scores > -torch.inf).count_nonzero(dim=0).double()
+        self.drafted = torch.bincount(candidates.depths[0], in_column)[1:].int().tolist()
+        self.gate_passes = _by_depth(growth.passed)
+        self.gate_truncations = _by_depth(growth.cut)
+        self.offered = growth.offer.num_nodes
+        self.used = int(trees.num_nodes.sum())
+        self.moved = nodes_moved(trees.num_nodes, self.offered)
+        place = torch.arange(trees.depths.shape[1], device=trees.depths.device)
+        taken = place < trees.num_nodes[:, None]
+        self.on_depth = int((trees.depths * taken).amax(dim=1).sum())
+        self.on_width = self.used - self.on_depth
+
+    @property
+    def accepted(self) -> list[int]:
+        """[d]: accepted nodes of depth d + 1. A path holds one node of every depth down to its
+        end, so these are the requests that emitted more than d + 1 tokens."""
+        return [sum(self.emitted[depth:]) for depth in range(1, len(self.emitted))]
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps_with_drafts + self.steps_without_drafts
+
+    def merge(self, other: "StepStats") -> None:
+        """Add ``other``'s counts."""
+        for f in fields(self):
+            mine, more = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(mine, list):
+                total = [a + b for a, b in zip_longest(mine, more, fillvalue=0)]
+                setattr(self, f.name, total)
+            else:
+                setattr(self, f.name, mine + more)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "StepStats":
+        """The inverse of ``to_dict``."""
+        return cls(**values)
+
+
+def nodes_moved(num_nodes: torch.Tensor, offered: int) -> int:
+    """Nodes that requests hold beyond an even split of the budget ``offered``, which they have
+    from requests that hold less. ``num_nodes`` [R].
+
+    Where the budget does not divide, as many requests as there are nodes left over may hold one
+    node more, whichever they are.
+    """
+    share, rest = divmod(offered, num_nodes.shape[0])
+    beyond = (num_nodes - share).clamp_(min=0)
+    return int(beyond.sum()) - min(rest, int(beyond.count_nonzero()))
+
+
+def _by_depth(counts: dict[int, int]) -> list[int]:
+    return [counts.get(depth, 0) for depth in range(max(counts, default=-1) + 1)]
