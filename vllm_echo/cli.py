@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-echo` command: patch, doctor, demo.
+"""The `vllm-echo` command: patch, doctor, demo, calibrate, profile.
 
 Exit status: 0 done, 1 a question answered with no (status: not applied; doctor: could not serve),
 2 an error, with one message on stderr, 3 nothing to do (a patch set that is applied already).
@@ -7,10 +7,12 @@ Nothing heavy is imported before a command needs it.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_echo.errors import EchoError
 from vllm_echo.version import __version__
@@ -20,6 +22,7 @@ EXIT_ERROR = 2
 EXIT_NOTHING_TO_DO = 3
 
 Command = Callable[[argparse.Namespace], int]
+Options = TypeVar("Options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_patch(commands)
     _add_doctor(commands)
     _add_demo(commands)
+    _add_calibrate(commands)
+    _add_profile(commands)
     return parser
 
 
@@ -84,6 +89,89 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     demo.add_argument("--dir", type=Path, help="default: ~/.cache/vllm-echo/demo (XDG_CACHE_HOME)")
     demo.set_defaults(command=_demo)
+
+
+def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="fit gates and acceptance to a head, with prompts",
+        description="Answers the prompts once, verifying nothing, so that every output position "
+        "tells what the head drafted and whether it was right; fits gates and acceptance, and "
+        "writes them into an echo.json, with a report and a picture beside it. Interrupted, the "
+        "same command goes on.",
+    )
+    _add_engine_options(calibrate)
+    add = calibrate.add_argument
+    add("--prompts", type=Path, required=True, help="JSON lines with prompt, question or turns")
+    add("--limit", type=_positive, help="only the first so many prompts")
+    add("--max-depth", type=_positive, default=6, help="deepest layer to draft (6)")
+    add("--target-depth", type=_positive, default=4, help="where a gate always stands (4)")
+    add("--top-k", type=_positive, default=3, help="children of a node (3)")
+    add("--output-tokens", type=_positive, default=160, help="most tokens of an answer (160)")
+    add("--batch", type=_positive, default=16, help="prompts answered together (16)")
+    add(
+        "--concurrency",
+        type=_positive,
+        default=4,
+        help="requests for which gates are fitted, by the profile in the output file (4)",
+    )
+    add("--seed", type=int, default=0, help="of the sampled half (0)")
+    add("--work", type=Path, help="where collected pieces are kept (beside the output)")
+    add("--use-collected", action="store_true", help="fit what is there, collect nothing more")
+    add("--keep-work", action="store_true", help="do not remove the collected pieces at the end")
+    calibrate.set_defaults(command=_calibrate)
+
+
+def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what steps cost on this machine",
+        description="Measures step times over batch sizes, budgets and depths through the engine, "
+        "and writes the cost curve and K_max into an echo.json, with a picture beside it. Run "
+        "it with nothing else on the machine.",
+    )
+    _add_engine_options(profile)
+    profile.add_argument(
+        "--max-requests", type=_positive, default=64, help="largest batch to measure (64)"
+    )
+    profile.set_defaults(command=_profile)
+
+
+def _add_engine_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="the served model")
+    command.add_argument("--draft", help="its EAGLE-3 head; optional when the output names it")
+    command.add_argument("--output", type=Path, required=True, help="the echo.json to write into")
+    command.add_argument("--dtype", default="auto", help="as vLLM's --dtype")
+    command.add_argument("--max-model-len", type=_positive, help="as vLLM's --max-model-len")
+    command.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="as vLLM's --enforce-eager: starts sooner, runs slower",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from vllm_echo.calibration.calibrate_command import CalibrateOptions, run_calibrate
+
+    return run_calibrate(_options(CalibrateOptions, args))
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from vllm_echo.calibration.profile_command import ProfileOptions, run_profile
+
+    return run_profile(_options(ProfileOptions, args))
+
+
+def _options(cls: type[Options], args: argparse.Namespace) -> Options:
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: getattr(args, name) for name in names})
 
 
 def _patch_apply(args: argparse.Namespace) -> int:

@@ -17,22 +17,9 @@ from vllm_echo.errors import EchoError
 MODEL_NAME = "SmolLM2-135M-Instruct"
 HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
 HEAD_FILES = ("config.json", "model.safetensors")
-# A model of 135 M parameters on a CPU leaves the memory-bound regime at 4 to 8 tokens a step, so
-# its budget is small, and gates stand close. Chosen by hand: docs/measurements.md.
-DEMO_OPTIONS: dict[str, Any] = {
-    "num_speculative_tokens": 4,
-    "echo": {
-        "k_max": 8,
-        "max_depth": 4,
-        "target_depth": 3,
-        "top_k": 3,
-        "gates": [
-            {"depth": 0, "threshold": 0.3},
-            {"depth": 1, "threshold": 0.4},
-            {"depth": 2, "threshold": 0.4},
-        ],
-    },
-}
+OPTIONS_FILE = HEAD_DIR.parent / "options.json"
+"""Everything of the demo's echo.json but method and model; gates and calibration were fitted by
+`vllm-echo calibrate` to prompts.jsonl. The cost curve is the user's machine's."""
 
 
 def default_dir() -> Path:
@@ -63,6 +50,11 @@ def run_demo(folder: Path | None) -> int:
     return 0
 
 
+def demo_options() -> dict[str, Any]:
+    """The demo's options: num_speculative_tokens and echo."""
+    return json.loads(OPTIONS_FILE.read_text(encoding="utf-8"))
+
+
 def check_head_files() -> None:
     """The head is part of the project; without it there is nothing to draft with."""
     for name in HEAD_FILES:
@@ -79,7 +71,7 @@ def _write_config(path: Path) -> Path:
     content = _read_config(path)
     head = Path(str(content.get("model")))
     if not (head / HEAD_FILES[0]).is_file():
-        content = {"method": METHOD, "model": str(HEAD_DIR), **DEMO_OPTIONS}
+        content = {"method": METHOD, "model": str(HEAD_DIR), **demo_options()}
     elif head != HEAD_DIR and head.parts[-3:] == HEAD_DIR.parts[-3:]:
         content["model"] = str(HEAD_DIR)
     else:

@@ -161,8 +161,10 @@ def test_demo_errors_are_messages(
 def test_the_demo_config_is_valid() -> None:
     from vllm_echo.config import EchoConfig
 
-    raw = {"method": "echo", "model": "head"} | demo_command.DEMO_OPTIONS
-    assert EchoConfig.from_speculative_config(raw).k_max >= 1
+    raw = {"method": "echo", "model": "head"} | demo_command.demo_options()
+    config = EchoConfig.from_speculative_config(raw)
+    assert (config.policy, config.k_max) == ("goodput", "auto")
+    assert config.calibration is not None and config.gates
 
 
 def test_doctor_says_who_would_serve() -> None:

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost curves from step logs of a machine that is known."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.calibration.kit import CURVE, FakeMachine
+from vllm_echo.acceptance import uncalibrated
+from vllm_echo.calibration.profile import (
+    SHORT_CONTEXT,
+    STEPS,
+    Measurement,
+    Measurements,
+    measure,
+    take_measurements,
+)
+from vllm_echo.calibration.profile_command import describe, plot_curve
+from vllm_echo.config import EchoConfig
+from vllm_echo.cost import CostCurve, Line, StepLoad
+from vllm_echo.errors import EchoError
+
+LONG = 1024
+
+
+def measured(
+    machine: Callable[[int, int, dict[str, Any]], list[dict[str, Any]]],
+    max_requests: int = 64,
+    max_nodes: int = 8,
+) -> Measurements:
+    return take_measurements(machine, max_requests, max_nodes, LONG, lambda done, total: None)
+
+
+def assert_close(found: CostCurve, true: CostCurve, tolerance: float) -> None:
+    """Every line at the sizes that occur, relative to what it has there."""
+    assert [rows for rows, _ in found.step] == [rows for rows, _ in true.step]
+    for (_, ms), (_, true_ms) in zip(found.step, true.step, strict=True):
+        assert ms == pytest.approx(true_ms, rel=tolerance)
+    for name in ("roots", "layer", "catch_up"):
+        for count in (1, 8, 32):
+            expected = getattr(true, name)(count)
+            assert getattr(found, name)(count) == pytest.approx(expected, rel=5 * tolerance), name
+    assert found.context_us == pytest.approx(true.context_us, rel=20 * tolerance)
+
+
+def test_a_machine_without_noise_is_recovered() -> None:
+    """Catches parts of a step that count twice or not at all: the head's run over final rows, the
+    context, verification within the step. Tolerance: rounding to four digits."""
+    found = measured(FakeMachine()).curve()
+    assert_close(found, CURVE, 1e-3)
+    assert found.control.fixed == pytest.approx(CURVE.control.fixed, abs=0.01)
+    assert found.control.each == pytest.approx(CURVE.control.each, abs=0.001)
+
+
+def test_noise_of_a_percent_costs_a_few() -> None:
+    found = measured(FakeMachine(jitter=0.01)).curve()
+    assert_close(found, CURVE, 0.01)
+    load = StepLoad(8, 0, 8 * 100)
+    assert found.nodes_ms(load, 16) == pytest.approx(CURVE.nodes_ms(load, 16), rel=0.1)
+    assert found.knee() == CURVE.knee()
+
+
+def test_a_node_that_is_cheaper_than_a_row_is_recovered() -> None:
+    """Verification can cost less than another request would: control may fall with its nodes."""
+    true = replace(CURVE, control=Line(0.5, -0.2))
+    found = measured(FakeMachine(true)).curve()
+    assert found.control.each == pytest.approx(-0.2, abs=0.005)
+    load = StepLoad(8)
+    assert found.nodes_ms(load, 16) == pytest.approx(true.nodes_ms(load, 16), rel=0.02)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1))
+def test_other_machines_are_recovered_too(seed: int) -> None:
+    source = random.Random(seed)
+    rows, ms = [1, 2, 4, 8, 16, 32, 64], source.uniform(5, 50)
+    step = []
+    for n in rows:
+        step.append((n, ms))
+        ms += source.choice([0.0, 0.5, 1.5]) * n
+    lines = [Line(source.uniform(0.1, 3), source.uniform(0.02, 0.3)) for _ in range(4)]
+    true = CostCurve(tuple(step), *lines, context_us=source.uniform(0.1, 2))
+    assert_close(measured(FakeMachine(true)).curve(), true, 2e-3)
+
+
+def test_each_run_is_told_what_it_measures() -> None:
+    """Batch sizes by powers of two and the largest, one long context, trees of several shapes; no
+    more nodes than the engine has room for."""
+    machine = FakeMachine()
+    heard: list[tuple[int, int]] = []
+    take_measurements(machine, 6, 4, LONG, lambda *told: heard.append(told))
+    plain = [call for call in machine.calls if not call[2]["k_max"]]
+    assert [(n, context) for n, context, _ in plain] == [
+        *((n, SHORT_CONTEXT) for n in (1, 2, 4, 6)),
+        (4, LONG),
+    ]
+    trees = [call for call in machine.calls if call[2]["k_max"]]
+    assert [n for n, _, _ in trees] == [1] * 3 + [2] * 3 + [4] * 3
+    assert {options["num_speculative_tokens"] for _, _, options in trees} == {1, 2, 4}
+    for _, context, options in trees:
+        assert context == SHORT_CONTEXT
+        EchoConfig.from_dict(options)
+    total = len(machine.calls)
+    assert heard == [(done, total) for done in range(total + 1)]
+
+
+def measurement(**values: float) -> Measurement:
+    names = Measurement.__dataclass_fields__
+    return Measurement(**{name: values.get(name, 0.0) for name in names})  # type: ignore[arg-type]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_was_measured_no_price_is_negative_and_all_are_numbers(seed: int) -> None:
+    """A busy machine measures anything. Catches negative slopes, which would make drafting pay for
+    itself, and divisions by nothing."""
+    source = random.Random(seed)
+
+    def anything(requests: int, **values: float) -> Measurement:
+        parts = {name: source.uniform(0, 5) for name in ("catch_up", "draft")}
+        period = sum(parts.values()) + source.uniform(0, 30)
+        context = source.choice([64.0, 64.0, 80.0, 1000.0])
+        return measurement(
+            **{"requests": requests, "context": context, "period": period, **parts, **values}
+        )
+
+    counts = [1, 2, 4]
+    trees = [
+        anything(
+            n, nodes=source.choice([0.0, n, 4.0 * n]), layers=layers, frontier_nodes=n * layers
+        )
+        for n in counts
+        for layers in (0.0, 1.0, 3.0)
+    ]
+    found = Measurements([anything(n) for n in counts], anything(4), trees).curve()
+    for line in (found.roots, found.layer, found.catch_up):
+        assert line.fixed >= 0
+        assert line.each >= 0
+    assert found.control.fixed >= 0
+    assert found.context_us >= 0
+    times = [ms for _, ms in found.step]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    text = json.dumps(found.to_dict(), allow_nan=False)
+    assert CostCurve.from_dict(json.loads(text), "echo.profile") == found
+
+
+def test_one_request_and_one_node_are_enough_for_a_curve() -> None:
+    """The smallest profile there is: one batch size, one shape."""
+    found = measured(FakeMachine(), max_requests=1, max_nodes=1).curve()
+    assert found.step == ((1, pytest.approx(20.0, rel=1e-3)),)
+    assert found.roots(1) == pytest.approx(CURVE.roots(1), rel=0.01)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_long_context_that_is_none_is_no_division() -> None:
+    """A model so short that both contexts are the same."""
+    plain = [measurement(requests=1, context=64, period=20)]
+    trees = [measurement(requests=1, context=64, period=25, nodes=1)]
+    assert Measurements(plain, plain[0], trees).curve().context_us == 0
+
+
+def test_trees_without_nodes_are_no_division() -> None:
+    """A model so short that nothing could be drafted, and steps that were shorter by chance."""
+    plain = [measurement(requests=1, context=64, period=20)]
+    trees = [measurement(requests=1, context=64, period=15)]
+    assert Measurements(plain, plain[0], trees).curve().control == Line(0.0, 0.0)
+
+
+def test_only_steps_of_the_whole_batch_count() -> None:
+    """Catches prefill, cold steps at the beginning, and the thin end in the medians."""
+    log = FakeMachine()(4, 64, {"k_max": 0})
+    clean = measure(lambda *_: log, 4, 64, {})
+    slow = {"period": 9.0, "seconds": {}, "counts": {"requests": 4.0, "rows": 400.0}}
+    slow["counts"]["verified_nodes"] = 0.0  # type: ignore[index]
+    thin = {**log[5], "period": 9.0, "counts": {**log[5]["counts"], "requests": 3.0}}
+    cold = [{**step, "period": 9.0} for step in log[1:5]]
+    disturbed = [log[0], *cold, *log[5:10], slow, *log[10:-1], thin, thin, log[-1]]
+    found = measure(lambda *_: disturbed, 4, 64, {})
+    assert found.period == pytest.approx(clean.period, rel=1e-3)
+    assert found.noise == pytest.approx(clean.noise, rel=1e-2)
+    assert found.requests == 4
+    assert len(log) > STEPS
+
+
+def test_a_step_that_is_disturbed_now_and_then_is_not_the_measure() -> None:
+    """Medians, not means."""
+    log = FakeMachine()(4, 64, {"k_max": 0})
+    clean = measure(lambda *_: log, 4, 64, {}).period
+    for step in log[8::5]:
+        step["period"] *= 20
+    assert measure(lambda *_: log, 4, 64, {}).period == pytest.approx(clean, rel=1e-2)
+
+
+def test_noise_is_reported() -> None:
+    assert measured(FakeMachine()).noise == pytest.approx(1, abs=0.01)
+    quiet, loud = (measured(FakeMachine(jitter=jitter)).noise for jitter in (0.05, 0.3))
+    assert 1.02 < quiet < loud
+    assert loud > 1.3
+
+
+def test_a_batch_that_never_fills_is_said_plainly() -> None:
+    """Catches a traceback, and a curve of batches that were smaller than they say."""
+    with pytest.raises(EchoError) as raised:
+        measured(FakeMachine(held=10))
+    message = str(raised.value)
+    assert message.startswith("profile: no step held all 16 requests with 64 tokens each; ")
+    assert "VLLM_CPU_KVCACHE_SPACE" in message
+    assert "--max-requests" in message
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_description_says_what_each_load_may_spend(calibrated: bool) -> None:
+    """Numbers only, a row for each batch size that was asked for, and where K_max comes from."""
+    config = EchoConfig(calibration=uncalibrated() if calibrated else None)
+    text = describe(CURVE, config, 16)
+    assert "nan" not in text.lower()
+    assert "inf" not in text.lower()
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["requests", "1", "2", "4", "8", "16"]
+    assert f"Knee of the paper's hinge: {CURVE.knee()} rows." in text
+    assert ("K_max by the file's calibration" in text) == calibrated
+    for words in ("first candidates: ", "first candidates of n requests: 0.80 + 0.060 n ms"):
+        assert (words in text) == (words != "first candidates: ")
+
+
+def test_loads_at_which_nothing_pays_are_said() -> None:
+    steep = replace(CURVE, step=tuple((n, 10.0 * n) for n, _ in CURVE.step))
+    last = [line for line in describe(steep, EchoConfig(), 64).splitlines() if "| 64 |" in line]
+    assert "| 0 | does not pay |" in last[0]
+
+
+@pytest.mark.parametrize("step", [CURVE.step, CURVE.step[:1], ((1, 5.0), (2, 5.0))])
+def test_the_curve_is_drawn(tmp_path: Path, step: tuple[tuple[int, float], ...]) -> None:
+    path = tmp_path / "curve.png"
+    plot_curve(path, replace(CURVE, step=step), "a machine")
+    first = path.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    assert len(first) > 5000
+    plot_curve(path, replace(CURVE, step=step), "a machine")
+    assert path.read_bytes() == first, "the same picture each time"
