@@ -5,9 +5,13 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 PYTEST_ARGS ?=
 SERVE_ARGS ?=
+EVAL_DATA ?=
+BENCH_ARGS ?=
+TRACE ?=
+SIMULATE_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help serve test lint format build demo install install-dev doctor clean distclean
+.PHONY: help serve test bench bench-quick simulate lint format build demo install install-dev doctor clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | expand -t 14
@@ -18,6 +22,15 @@ serve: install ## set up everything and serve the demo model (HOST, PORT, MODEL,
 
 test: install-dev demo ## set up everything and run all tests (PYTEST_ARGS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+bench: install ## measure all engines and policies through the server, hours (EVAL_DATA, BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.serving $(if $(EVAL_DATA),--data '$(EVAL_DATA)') $(BENCH_ARGS)
+
+bench-quick: install ## the main table in under ten minutes (EVAL_DATA, BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.serving --quick $(if $(EVAL_DATA),--data '$(EVAL_DATA)') $(BENCH_ARGS)
+
+simulate: install ## replay draft traces under GPU cost curves (TRACE, SIMULATE_ARGS; docs/simulation.md)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.simulate --trace $(TRACE) $(SIMULATE_ARGS)
 
 lint: install-dev ## ruff, mypy and clang-format
 	$(BIN)/ruff check .

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers: started together, asleep but for the one that is measured, ended whatever happens.
+
+A server whose turn it is not is halted (SIGSTOP): idle vLLM still polls its queues, about one per
+cent of a core each. Servers have process groups of their own in the benchmark's session: Ctrl-C
+reaches the benchmark only, which ends them in order, and if it is killed outright the kernel wakes
+and hangs up the halted ones.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import counters
+from benchmarks.serving.errors import BenchmarkError
+from vllm_echo.config_file import is_echo_request
+from vllm_echo.timing import STAGE_TIMES_ENV
+
+ROOT = str(Path(__file__).resolve().parents[2])
+HOST = "127.0.0.1"
+MODEL_NAME = "benchmark"
+START_TIMEOUT = 900
+STOP_TIMEOUT = 20
+LOG_LINES = 8
+CAUSE = re.compile(r"\b\w*(Error|Exception): |\berror: ")
+PR_SET_PDEATHSIG = 1
+LIBRARIES = (
+    Path(sys.prefix) / "lib" / "libiomp5.so",
+    Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
+    Path("/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"),
+)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What all servers of a run have in common."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_bytes: int
+    sampling: bool = False
+    """Some requests have a temperature above 0."""
+
+    def command(self, port: int, speculative_config: Mapping[str, Any] | None) -> list[str]:
+        stock = speculative_config is not None and not is_echo_request(speculative_config)
+        if stock and self.sampling:
+            command = [sys.executable, "-m", "benchmarks.serving.mended"]
+        else:
+            command = [str(Path(sys.executable).with_name("vllm"))]
+        command += ["serve", self.model]
+        command += ["--host", HOST, "--port", str(port), "--served-model-name", MODEL_NAME]
+        command += ["--dtype", self.dtype, "--max-model-len", str(self.max_model_len)]
+        command += ["--max-num-seqs", str(self.max_num_seqs)]
+        command += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
+        # The same prompts come again and again: only the first engine would compute them.
+        command += ["--no-enable-prefix-caching"]
+        # vLLM 0.32 on a CPU dies of a seeded request whose prompt is split over steps.
+        command += ["--no-enable-chunked-prefill", "--disable-uvicorn-access-log"]
+        if speculative_config is not None:
+            command += ["--speculative-config", json.dumps(speculative_config)]
+        return command
+
+
+def environment(stages: Path) -> dict[str, str]:
+    """A server's: that of `make serve`, with the development endpoints."""
+    values = dict(os.environ)
+    libraries = [str(path.resolve()) for path in LIBRARIES if path.is_file()]
+    values["LD_PRELOAD"] = ":".join(filter(None, [values.get("LD_PRELOAD"), *libraries]))
+    values.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the command's
+    values.pop("VLLM_API_KEY", None)
+    values["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, values.get("PYTHONPATH")]))
+    values["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    values["VLLM_SERVER_DEV_MODE"] = "1"
+    values[STAGE_TIMES_ENV] = str(stages)
+    values.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Ahead-of-time compiled models cannot be read back on a CPU (vLLM 0.32): without them a second
+    # start finds what the compiler has cached, and takes half the time.
+    values.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    return values
+
+
+class Server:
+    """One `vllm serve`."""
+
+    def __init__(
+        self,
+        name: str,
+        serving: Serving,
+        speculative_config: Mapping[str, Any] | None,
+        port: int,
+        folder: Path,
+    ):
+        self.name = name
+        self.port = port
+        self.url = f"http://{HOST}:{port}"
+        self.log = folder / f"server-{name}.log"
+        self.stages = folder / f"stages-{name}.json"
+        self.options: dict[str, Any] | None = None
+        self._given_options: dict[str, Any] | None = None
+        self._halted = False
+        require_free_port(port)
+        self.stages.unlink(missing_ok=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                serving.command(port, speculative_config),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.stages),
+                process_group=0,
+                preexec_fn=_end_with_parent,
+            )
+
+    def is_ready(self) -> bool:
+        self.require_alive()
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def require_alive(self) -> None:
+        if self.process.poll() is not None:
+            raise BenchmarkError(
+                f"the server {self.name} ended (status {self.process.returncode}); from "
+                f"{self.log}:\n{telling_lines(self.log)}"
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        return counters.members(self.process.pid)
+
+    def halt(self) -> None:
+        self._signal(signal.SIGSTOP)
+        self._halted = True
+
+    def go_on(self) -> None:
+        self.require_alive()
+        self._signal(signal.SIGCONT)
+        self._halted = False
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            return counters.parse_metrics(response.read().decode())
+
+    def switch(self, changes: Mapping[str, Any]) -> None:
+        """Serve with the options of the start, but for ``changes``."""
+        if self._given_options is None:
+            self._given_options = self._set_options({})
+        wanted = {**self._given_options, **changes}
+        if wanted != self.options:
+            self.options = self._set_options(wanted)
+
+    def _set_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"method": "set_echo_options", "args": [options]}
+        request = urllib.request.Request(
+            f"{self.url}/collective_rpc",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)["results"][0]
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace").strip()
+            raise BenchmarkError(f"{self.name}: set_echo_options: {text[:500]}") from None
+
+    def stop(self) -> None:
+        """End it and everything that it started."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: SIGTERM for it when the benchmark dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def require_free_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            raise BenchmarkError(f"port {port} is in use; choose others with --port") from None
+
+
+def telling_lines(path: Path) -> str:
+    """The errors of a log (vLLM's last is seldom the cause), and its last lines."""
+    lines = [line[:300] for line in path.read_text(errors="replace").splitlines()]
+    early = [line for line in lines[:-LOG_LINES] if " WARNING " not in line]
+    causes = [line for line in early if CAUSE.search(line)]
+    return "\n".join(dict.fromkeys(causes[:LOG_LINES] + lines[-LOG_LINES:]))
+
+
+class Fleet:
+    """All servers of a group. A context manager: they are ended on the way out."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for server in self.servers.values():
+            server._signal(signal.SIGTERM)
+            server._signal(signal.SIGCONT)
+        for server in self.servers.values():
+            server.stop()
+
+    def start(
+        self,
+        configs: Mapping[str, Mapping[str, Any] | None],
+        serving: Serving,
+        port: int,
+        folder: Path,
+        at_once: int,
+        bytes_each: int,
+        say: Any,
+    ) -> None:
+        """Start a server for each of ``configs``, ``at_once`` at a time; halted when ready."""
+        waiting = list(configs.items())
+        starting: dict[str, float] = {}
+        while waiting or starting:
+            while waiting and len(starting) < at_once:
+                name, config = waiting.pop(0)
+                require_memory(name, bytes_each)
+                number = port + len(self.servers)
+                self.servers[name] = Server(name, serving, config, number, folder)
+                starting[name] = time.monotonic()
+                say(f"starting {name} ({len(self.servers)} of {len(configs)})")
+            time.sleep(0.5)
+            for name, since in list(starting.items()):
+                if self.servers[name].is_ready():
+                    self.servers[name].halt()
+                    del starting[name]
+                    say(f"{name} is ready after {time.monotonic() - since:.0f} s")
+                elif time.monotonic() - since > START_TIMEOUT:
+                    log = self.servers[name].log
+                    raise BenchmarkError(f"{name} was not ready in {START_TIMEOUT} s; see {log}")
+
+
+def available_memory() -> int:
+    """Bytes that new processes could have."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise BenchmarkError("/proc/meminfo does not say how much memory is available")
+
+
+def require_memory(name: str, wanted: int) -> None:
+    available = available_memory()
+    if available < wanted:
+        raise BenchmarkError(
+            f"{name} would need {wanted / 2**30:.1f} GiB and {available / 2**30:.1f} are free; end "
+            "other programs, or run fewer servers at a time with --servers"
+        )

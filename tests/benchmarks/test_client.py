@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client against a stand-in server, and its sums against worked examples."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from benchmarks.serving import client
+from benchmarks.serving.errors import BenchmarkError
+from tests.benchmarks.kit import chat_app
+
+
+def run(answer, load: client.Load) -> tuple[float, list[client.Answer]]:
+    async def whole() -> tuple[float, list[client.Answer]]:
+        async with TestServer(chat_app(answer)) as server:
+            return await client._send_all(str(server.make_url("")).rstrip("/"), "m", load)
+
+    return asyncio.run(whole())
+
+
+def load_of(count: int, concurrency: int, temperature: float = 0.0) -> client.Load:
+    return client.Load([f"q{i}" for i in range(count)], concurrency, 8, temperature, 100)
+
+
+class Recorder:
+    """Answers with three chunks of two tokens each, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.running = self.most = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.running += 1
+        self.most = max(self.most, self.running)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            await self._event(response, {"choices": [{"delta": {"content": "x"}}]})
+        await asyncio.sleep(0.05)
+        usage = {"prompt_tokens": 5, "completion_tokens": 6}
+        await self._event(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        self.running -= 1
+        return response
+
+    @staticmethod
+    async def _event(response: web.StreamResponse, body: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+
+def test_all_prompts_are_sent_once_and_never_more_than_wanted_at_a_time():
+    server = Recorder()
+    _, answers = run(server.answer, load_of(7, concurrency=3))
+    questions = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(questions) == [f"q{i}" for i in range(7)]
+    assert server.most == 3
+    assert len(answers) == 7
+
+
+def test_times_end_with_the_last_token_not_with_the_usage():
+    _, (answer,) = run(Recorder().answer, load_of(1, 1))
+    assert (answer.prompt_tokens, answer.output_tokens) == (5, 6)
+    assert 0.01 <= answer.ttft < answer.e2e
+    assert len(answer.itl) == 2
+    assert answer.e2e == pytest.approx(answer.ttft + sum(answer.itl))
+    assert answer.tpot == pytest.approx(sum(answer.itl) / 5)
+    assert answer.e2e < 0.08
+
+
+def test_seeds_count_on_and_only_where_something_is_sampled():
+    server = Recorder()
+    run(server.answer, load_of(3, 3, temperature=1.0))
+    assert sorted(body["seed"] for body in server.bodies) == [100, 101, 102]
+    server = Recorder()
+    run(server.answer, load_of(1, 1))
+    assert "seed" not in server.bodies[0]
+
+
+async def _refuse(request: web.Request) -> web.Response:
+    return web.json_response({"message": "too long"}, status=400)
+
+
+async def _break_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+def test_a_refusal_is_shown():
+    with pytest.raises(BenchmarkError, match="400.*too long"):
+        run(_refuse, load_of(2, 2))
+
+
+def test_a_broken_connection_is_told_apart():
+    with pytest.raises(ConnectionError):
+        run(_break_off, load_of(2, 2))
+
+
+def test_sums():
+    answers = [
+        client.Answer(ttft=0.1, e2e=1.1, itl=[0.5, 0.5], prompt_tokens=3, output_tokens=11),
+        client.Answer(ttft=0.3, e2e=0.3, itl=[], prompt_tokens=4, output_tokens=1),
+        client.Answer(ttft=0.2, e2e=1.2, itl=[1.0], prompt_tokens=5, output_tokens=3),
+    ]
+    summary = client.summarise(2.0, answers)
+    assert summary["tokens_per_second"] == 7.5
+    assert summary["requests_per_second"] == 1.5
+    assert summary["ttft_ms"]["p50"] == pytest.approx(200)
+    assert summary["every_tpot_ms"] == [100.0, 500.0]  # none of an answer of one token
+    assert summary["tpot_ms"]["mean"] == pytest.approx(300)
+    assert summary["e2e_ms"]["p99"] == pytest.approx(1200 - 0.02 * 100)
+    assert summary["itl_ms"]["p50"] == pytest.approx(500)
+    assert client.distribution([]) is None

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Life and death of servers, with a Python program in place of `vllm serve`."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving import servers, sizing
+from benchmarks.serving.errors import BenchmarkError
+from benchmarks.serving.servers import Fleet, Server, Serving
+
+SERVES = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+DIES = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
+
+
+@dataclass(frozen=True)
+class Program(Serving):
+    """Runs ``model`` as a program."""
+
+    def command(self, port, speculative_config):
+        return [sys.executable, "-c", self.model, str(port)]
+
+
+@pytest.fixture(autouse=True)
+def no_preloading(monkeypatch):
+    monkeypatch.setattr(servers, "LIBRARIES", ())
+
+
+def program(text: str) -> Program:
+    return Program(text, "float32", 64, 4, 2**20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def start(fleet: Fleet, text: str, folder: Path) -> Server:
+    said: list[str] = []
+    port = free_port()
+    fleet.start({"one": None}, program(text), port, folder, 1, 2**20, said.append)
+    assert any("ready" in line for line in said)
+    return fleet.servers["one"]
+
+
+def test_a_server_is_halted_when_ready_and_ended_on_the_way_out(tmp_path):
+    with Fleet() as fleet:
+        server = start(fleet, SERVES, tmp_path)
+        pid = server.process.pid
+        assert server.pids == [pid]
+        time.sleep(0.1)
+        assert state(pid) == "T"
+        server.go_on()
+        assert server.is_ready()
+        server.halt()
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_servers_are_ended_after_an_error(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Fleet() as fleet:
+        pid = start(fleet, SERVES, tmp_path).process.pid
+        raise KeyboardInterrupt
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path):
+    with (
+        pytest.raises(BenchmarkError, match=r"one ended \(status 3\)(.|\n)*no such model"),
+        Fleet() as f,
+    ):
+        start(f, DIES, tmp_path)
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(BenchmarkError, match="is in use"):
+            Server("one", program(SERVES), None, taken.getsockname()[1], tmp_path)
+
+
+def test_too_little_memory_is_refused_before_the_start():
+    with pytest.raises(BenchmarkError, match="would need"):
+        servers.require_memory("one", 2**60)
+
+
+def test_the_command(tmp_path):
+    command = Serving("m", "bfloat16", 2048, 64, 2**30).command(8100, {"method": "echo"})
+    assert command[1:3] == ["serve", "m"]
+    assert command[command.index("--max-num-seqs") + 1] == "64"
+    assert command[command.index("--speculative-config") + 1] == '{"method": "echo"}'
+    assert "--speculative-config" not in Serving("m", "bfloat16", 2048, 64, 2**30).command(1, None)
+    assert servers.environment(tmp_path / "s.json")["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_only_vllms_own_speculation_is_mended_and_only_where_something_is_sampled():
+    for sampling, config, mended in (
+        (True, {"method": "eagle3"}, True),
+        (True, {"method": "echo"}, False),
+        (True, None, False),
+        (False, {"method": "eagle3"}, False),
+    ):
+        command = Serving("m", "bfloat16", 2048, 64, 2**30, sampling).command(1, config)
+        assert ("benchmarks.serving.mended" in command) == mended
+
+
+def test_memory_of_a_server(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,'
+        ' "hidden_size": 64}'
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    model = str(tmp_path)
+    assert sizing.kv_bytes_per_token(model, "bfloat16") == 4 * 2 * 8 * 2 * 2
+    assert sizing.kv_bytes(model, "bfloat16", 10) == sizing.KV_STEP
+    assert sizing.kv_bytes("hub/name", "bfloat16", 10) == sizing.KV_UNKNOWN
+    both = sizing.server_bytes(model, {"model": model}, 5)
+    assert both == sizing.SERVER_BASE_BYTES + sizing.WEIGHT_COPIES * 2000 + 5
+
+
+def test_a_halted_server_does_not_outlive_a_benchmark_that_is_killed(tmp_path):
+    benchmark = f"""
+import time
+from pathlib import Path
+from benchmarks.serving.servers import Fleet, Serving
+from tests.benchmarks.test_servers import Program
+fleet = Fleet()
+program = Program({SERVES!r}, "float32", 64, 4, 2**20)
+fleet.start({{"one": None}}, program, {free_port()}, Path({str(tmp_path)!r}), 1, 2**20, print)
+print(fleet.servers["one"].process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", benchmark], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        pid = next(int(line) for line in killed.stdout if line.strip().isdigit())
+        time.sleep(0.1)
+        assert state(pid) == "T"
+        killed.kill()
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and state(pid) != "Z":
+        assert time.monotonic() < deadline, "the server lives on"
+        time.sleep(0.05)
