@@ -126,6 +126,10 @@ class CostCurve:
                 raise EchoConfigError(f"{key}: {point[1]} ms is no time; give {meaning}")
             if index and point[0] <= points[index - 1][0]:
                 raise EchoConfigError(f"{path}.step[{index}]: rows do not ascend; {remedy}")
+            if index and point[1] < points[index - 1][1]:
+                raise EchoConfigError(
+                    f"{path}.step[{index}]: a step of more rows takes less time; {remedy}"
+                )
         for name in _LINES:
             # What a node costs can be less than what the step curve says of a row.
             low = -math.inf if name == "control" else 0.0

@@ -22,7 +22,7 @@ from benchmarks.serving.journal import Journal
 from benchmarks.serving.plan import Sizes, Sweep, kv_tokens_needed, schedule, split_into_groups
 from benchmarks.serving.provenance import provenance
 from benchmarks.serving.run import Bench
-from benchmarks.serving.servers import Serving, available_memory, environment
+from benchmarks.serving.servers import Serving, available_memory, environment, free_ports
 
 PRESETS = {
     "full": {
@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="bfloat16")
     add("--max-model-len", type=int, default=2048)
     add("--kv-gib", type=float, help="KV cache of each server (default: by the prompts)")
-    add("--port", type=int, default=8100, help="the first of as many as there are servers")
+    add("--port", type=int, help="of the first server, the others count on (default: free ones)")
     add("--servers", type=int, help="most servers at a time (default: by the free memory)")
     add("--start-at-once", type=int, default=2, help="servers that start at the same time")
     args = parser.parse_args()
@@ -190,10 +190,11 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
         "kv_bytes": kv,
         "skipped": dict(everything.skipped),
     }
+    port = args.port or free_ports(max(len(group) for group in groups))
     slots = max(64, *args.concurrency)
     sampling = max(args.temperature) > 0
     serving = Serving(model, args.dtype, args.max_model_len, slots, kv, sampling)
-    served = {"server": serving.command(args.port, None), "environment": settings_of_servers()}
+    served = {"server": serving.command(port, None), "environment": settings_of_servers()}
     journal.begin(settings, provenance() | served)
     sweep = Sweep(args.rounds, args.temperature, list(prompts), args.concurrency)
     Bench(
@@ -204,7 +205,7 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
         sizes=sizes,
         serving=serving,
         seed=args.seed,
-        port=args.port,
+        port=port,
         at_once=args.start_at_once,
         minutes=args.minutes,
         folder=args.out,

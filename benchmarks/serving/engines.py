@@ -87,6 +87,7 @@ def build_lineup(
     speculative configurations by name."""
     options = echo_config.get("echo") or {}
     default = options.get("policy", "echo")
+    measures_profile = needs_quiet_start(echo_config)
     servers: dict[str, Mapping[str, Any] | None] = {BASELINE: None}
     for tokens in EAGLE3_TOKENS:
         servers[f"eagle3-{tokens}"] = {
@@ -103,11 +104,18 @@ def build_lineup(
     servers[ECHO_SERVER] = echo_config
     skipped = {}
     for name, changes in {**{p: {"policy": p} for p in POLICIES}, **ABLATIONS}.items():
-        if changes["policy"] == "goodput" and not options.get("profile"):
+        if changes["policy"] == "goodput" and not (options.get("profile") or measures_profile):
             skipped[name] = "the configuration has no profile; `vllm-echo profile` writes one"
             continue
         engines.append(Engine(name, ECHO_SERVER, changes))
     return Lineup(tuple(engines), servers, default, skipped)
+
+
+def needs_quiet_start(config: Mapping[str, Any] | None) -> bool:
+    """Will a server of this configuration measure the machine when it starts?"""
+    options = (config or {}).get("echo") or {}
+    needs_profile = options.get("k_max") == "auto" or options.get("policy") == "goodput"
+    return needs_profile and not options.get("profile")
 
 
 def label(name: str, default: str | None = None) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import counters
+from benchmarks.serving.engines import needs_quiet_start
 from benchmarks.serving.errors import BenchmarkError
 from vllm_echo.config_file import is_echo_request
 from vllm_echo.timing import STAGE_TIMES_ENV
@@ -32,6 +33,8 @@ from vllm_echo.timing import STAGE_TIMES_ENV
 ROOT = str(Path(__file__).resolve().parents[2])
 HOST = "127.0.0.1"
 MODEL_NAME = "benchmark"
+FIRST_PORT = 8100
+LAST_PORT = 9000
 START_TIMEOUT = 900
 STOP_TIMEOUT = 20
 LOG_LINES = 8
@@ -165,6 +168,8 @@ class Server:
         wanted = {**self._given_options, **changes}
         if wanted != self.options:
             self.options = self._set_options(wanted)
+        if needs_quiet_start({"echo": self.options}):
+            raise BenchmarkError(f"{self.name}: {self.options['policy']} has no profile to go by")
 
     def _set_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         body = {"method": "set_echo_options", "args": [options]}
@@ -208,6 +213,16 @@ def require_free_port(port: int) -> None:
             raise BenchmarkError(f"port {port} is in use; choose others with --port") from None
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` free ports in a row."""
+    for first in range(FIRST_PORT, LAST_PORT, count):
+        with contextlib.suppress(BenchmarkError):
+            for port in range(first, first + count):
+                require_free_port(port)
+            return first
+    raise BenchmarkError(f"no {count} ports in a row are free from {FIRST_PORT} on; name --port")
+
+
 def telling_lines(path: Path) -> str:
     """The errors of a log (vLLM's last is seldom the cause), and its last lines."""
     lines = [line[:300] for line in path.read_text(errors="replace").splitlines()]
@@ -242,15 +257,18 @@ class Fleet:
         bytes_each: int,
         say: Any,
     ) -> None:
-        """Start a server for each of ``configs``, ``at_once`` at a time; halted when ready."""
-        waiting = list(configs.items())
+        """Start a server for each of ``configs``, ``at_once`` at a time; halted when ready. One
+        that measures the machine starts alone."""
+        quiet = {name for name, config in configs.items() if needs_quiet_start(config)}
+        waiting = sorted(configs, key=lambda name: name not in quiet)
         starting: dict[str, float] = {}
         while waiting or starting:
-            while waiting and len(starting) < at_once:
-                name, config = waiting.pop(0)
+            limit = 1 if quiet & {*waiting[:1], *starting} else at_once
+            if waiting and len(starting) < limit:
+                name = waiting.pop(0)
                 require_memory(name, bytes_each)
                 number = port + len(self.servers)
-                self.servers[name] = Server(name, serving, config, number, folder)
+                self.servers[name] = Server(name, serving, configs[name], number, folder)
                 starting[name] = time.monotonic()
                 say(f"starting {name} ({len(self.servers)} of {len(configs)})")
             time.sleep(0.5)

@@ -3,7 +3,14 @@
 
 import pytest
 
-from benchmarks.serving.engines import ABLATIONS, POLICIES, build_lineup, label, read_config
+from benchmarks.serving.engines import (
+    ABLATIONS,
+    POLICIES,
+    build_lineup,
+    label,
+    needs_quiet_start,
+    read_config,
+)
 from benchmarks.serving.errors import BenchmarkError
 from tests.benchmarks.kit import ECHO_CONFIG
 from vllm_echo import config
@@ -33,6 +40,23 @@ def test_goodput_needs_a_profile():
     assert "goodput" not in names(lineup)
     with pytest.raises(BenchmarkError, match="profile"):
         lineup.select(["goodput"])
+    assert "goodput" in names(build_lineup({**ECHO_CONFIG, "echo": {"k_max": "auto"}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "quiet"),
+    [
+        (None, False),
+        ({}, False),
+        ({"k_max": 8, "policy": "echo"}, False),
+        ({"k_max": "auto"}, True),
+        ({"k_max": "auto", "profile": {"step": [[1, 2.0]]}}, False),
+        ({"policy": "goodput", "profile": None}, True),
+    ],
+)
+def test_a_start_that_measures_the_machine_is_known(options, quiet):
+    assert needs_quiet_start({"method": "echo", "echo": options}) == quiet
+    assert not needs_quiet_start(None)
 
 
 @pytest.mark.parametrize(("config", "default"), [(ECHO_CONFIG, "echo"), (WITH_PROFILE, "goodput")])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Life and death of servers, with a Python program in place of `vllm serve`."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -43,10 +44,16 @@ def program(text: str) -> Program:
     return Program(text, "float32", 64, 4, 2**20)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` ports that are free, one after the other."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = probe.getsockname()[1]
+        with contextlib.suppress(BenchmarkError):
+            for port in range(first, first + count):
+                servers.require_free_port(port)
+            return first
 
 
 def state(pid: int) -> str:
@@ -95,6 +102,16 @@ def test_a_port_in_use_is_refused(tmp_path):
         taken.listen()
         with pytest.raises(BenchmarkError, match="is in use"):
             Server("one", program(SERVES), None, taken.getsockname()[1], tmp_path)
+
+
+def test_free_ports_avoid_those_in_use(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(servers, "FIRST_PORT", port - 1)
+        monkeypatch.setattr(servers, "LAST_PORT", port + 9)
+        assert servers.free_ports(2) > port
 
 
 def test_too_little_memory_is_refused_before_the_start():
@@ -158,3 +175,13 @@ time.sleep(60)
     while os.path.exists(f"/proc/{pid}") and state(pid) != "Z":
         assert time.monotonic() < deadline, "the server lives on"
         time.sleep(0.05)
+
+
+def test_a_server_that_measures_the_machine_starts_first_and_alone(tmp_path):
+    slow = SERVES.replace("class", "time.sleep(1)\nclass")
+    configs = {"one": None, "two": None, "echo": {"method": "echo", "echo": {"k_max": "auto"}}}
+    said: list[str] = []
+    with Fleet() as fleet:
+        fleet.start(configs, program(slow), free_port(3), tmp_path, 3, 2**20, said.append)
+    assert [line.split()[:2] for line in said[:2]] == [["starting", "echo"], ["echo", "is"]]
+    assert [line.split()[0] for line in said[2:4]] == ["starting", "starting"]

@@ -191,7 +191,9 @@ class FakeEngine:
 
     law: Law = staticmethod(platt((-0.3, 0.8)))
     interrupt_at: int | None = None
-    """The n-th recording, from 0, is interrupted."""
+    """The n-th recording or step log, from 0, is interrupted."""
+    jitter = 0.01
+    held = 1 << 20
     engines: list["FakeEngine"] = []
 
     def __init__(
@@ -208,7 +210,8 @@ class FakeEngine:
         self.recorded: list[list[list[int]]] = []
         self.closed = False
         self._options = options
-        self._machine = FakeMachine(jitter=0.01)
+        self.logged: list[list[list[int]]] = []
+        self._machine = FakeMachine(jitter=FakeEngine.jitter, held=FakeEngine.held)
         FakeEngine.engines.append(self)
 
     def chat_tokens(self, question: str, room: int) -> list[int]:
@@ -232,6 +235,9 @@ class FakeEngine:
     def step_log(
         self, prompts: Sequence[list[int]], options: dict[str, Any], output_tokens: int
     ) -> list[dict[str, Any]]:
+        if FakeEngine.interrupt_at == len(self.logged):
+            raise KeyboardInterrupt
+        self.logged.append(list(prompts))
         return self._machine(len(prompts), len(prompts[0]), options)
 
     def close(self) -> None:

@@ -232,6 +232,14 @@ def test_a_poor_head_never_drafts(requests: int) -> None:
             assert budget_of(curve, poor).offer(StepLoad(requests, prefill)) == NOTHING
 
 
+@pytest.mark.parametrize(("nodes", "offered"), [(0.3, 0), (0.49, 0), (0.5, 1), (1.4, 1)])
+def test_less_than_half_a_node_is_none(nodes: float, offered: int) -> None:
+    """Catches an offer of 0 nodes that drafts all the same, and one of a node nobody supplies."""
+    offer = budget_of(FREE, head_that_offers(SupplyPoint(0.5, nodes, 0.3, ()))).offer(StepLoad(1))
+    assert offer.num_nodes == offered
+    assert (offer == NOTHING) == (offered == 0)
+
+
 def test_no_request_is_offered_nothing() -> None:
     assert budget_of(FREE).offer(StepLoad(0)) == NOTHING
     assert budget_of(FREE).offer(StepLoad(0, num_prefill_tokens=500)) == NOTHING
@@ -273,8 +281,9 @@ def test_kinds_of_unlike_supply_are_not_mixed() -> None:
 def test_the_table_of_added_costs_is_the_curve(
     source: random.Random, requests: int, prefill: int, most: int
 ) -> None:
-    """Catches a table that is read beyond its end or from a wrong row on."""
-    curve = random_curve(source)
+    """Catches a table that is read beyond its end or from a wrong row on, also where a fit finds
+    a node cheaper than a row."""
+    curve = replace(random_curve(source), control=Line(0.0, source.choice([0.02, 0.0, -0.05])))
     load = StepLoad(requests, prefill, 300 * requests)
     added = budget_of(curve).added_ms(load, most)
     assert added.shape == (most + 1,)

@@ -75,6 +75,7 @@ def _measure(options: ProfileOptions, content: dict[str, Any], config: EchoConfi
     def progress(done: int, total: int) -> None:
         bar.total = total
         bar.update(done - bar.n)
+        bar.refresh()
 
     def run(requests: int, context: int, echo_options: dict[str, Any]) -> list[dict[str, Any]]:
         # Steps that accept drafts answer sooner: enough tokens for the same number of steps.

@@ -4,6 +4,7 @@
 import json
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,11 +42,13 @@ def load_profile(path: Path) -> CostCurve | None:
 
 
 def store_profile(path: Path, curve: CostCurve) -> None:
-    """Keep ``curve``, at once or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep ``curve``, at once or not at all: where nothing can be written the next start measures
+    again."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(curve.to_dict()), encoding="utf-8")
-    partial.replace(path)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(curve.to_dict()), encoding="utf-8")
+        partial.replace(path)
 
 
 def _processor() -> str:
