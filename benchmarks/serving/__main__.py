@@ -18,11 +18,12 @@ from pathlib import Path
 from benchmarks.serving import datasets, plots, report, sizing
 from benchmarks.serving.engines import BASELINE, Lineup, build_lineup, prepare_demo, read_config
 from benchmarks.serving.errors import BenchmarkError
+from benchmarks.serving.fleet import available_memory, free_ports
 from benchmarks.serving.journal import Journal
 from benchmarks.serving.plan import Sizes, Sweep, kv_tokens_needed, schedule, split_into_groups
 from benchmarks.serving.provenance import provenance
 from benchmarks.serving.run import Bench
-from benchmarks.serving.servers import Serving, available_memory, environment, free_ports
+from benchmarks.serving.servers import Serving, environment
 
 PRESETS = {
     "full": {
@@ -40,8 +41,8 @@ PRESETS = {
         "temperature": [0.0],
         "rounds": 5,
         "output_tokens": 64,
-        "requests": [6, 1.5, 96],
-        "minutes": 9.0,
+        "requests": [4, 1, 64],
+        "minutes": 9.3,
     },
     "smoke": {
         "engines": ["eagle3-1", "default"],

@@ -111,6 +111,11 @@ def build_lineup(
     return Lineup(tuple(engines), servers, default, skipped)
 
 
+def is_stock(name: str, server: str) -> bool:
+    """vLLM's own, and not one of echo's policies."""
+    return name == server and name != ECHO_SERVER
+
+
 def needs_quiet_start(config: Mapping[str, Any] | None) -> bool:
     """Will a server of this configuration measure the machine when it starts?"""
     options = (config or {}).get("echo") or {}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.engines import BASELINE, label
+from benchmarks.serving.engines import BASELINE, is_stock, label
 from benchmarks.serving.journal import Journal
 from benchmarks.serving.report import suffix, title
 from benchmarks.serving.results import Condition, Results
@@ -48,13 +48,12 @@ def draw_all(journal: Journal, folder: Path) -> list[Path]:
 
 def throughput(results: Results, condition: Condition) -> Any:
     """vLLM's own engines, and the default configuration."""
-    names = [name for name in results.engines if is_stock(results, name)]
-    return speeds(results, condition, [*names, *default_of(results)])
+    return speeds(results, condition, [*stock(results), *default_of(results)])
 
 
 def policies(results: Results, condition: Condition) -> Any:
     """Echo's policies and ablations, beside no speculation."""
-    names = [name for name in results.engines if not is_stock(results, name)]
+    names = [name for name in results.engines if name not in stock(results)]
     return speeds(results, condition, [BASELINE, *names]) if len(names) > 1 else None
 
 
@@ -84,7 +83,7 @@ def speeds(results: Results, condition: Condition, names: Sequence[str]) -> Any:
 def latency(results: Results, condition: Condition) -> Any:
     """Medians and tails."""
     figure, axes = new_figure(2, 2)
-    shown = [name for name in results.engines if is_stock(results, name)] + default_of(results)
+    shown = [*stock(results), *default_of(results)]
     panels = [("tpot", 50), ("tpot", 99), ("e2e", 50), ("e2e", 99)]
     for axis, (kind, percent) in zip(axes.flat, panels, strict=True):
         for name in shown:
@@ -144,8 +143,9 @@ PICTURES: dict[str, Callable[[Results, Condition], Any]] = {
 }
 
 
-def is_stock(results: Results, name: str) -> bool:
-    return results.settings["engines"][name]["server"] == name and name != "echo"
+def stock(results: Results) -> list[str]:
+    engines = results.settings["engines"]
+    return [name for name in results.engines if is_stock(name, engines[name]["server"])]
 
 
 def default_of(results: Results) -> list[str]:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.serving.engines import BASELINE, label
+from benchmarks.serving.engines import BASELINE, is_stock, label
 from benchmarks.serving.journal import Journal
 from benchmarks.serving.results import Condition, Results, Spread
 
@@ -188,7 +188,9 @@ def notes(journal: Journal, results: Results) -> str:
     found = [
         f"{name} was left out: {reason}." for name, reason in results.settings["skipped"].items()
     ]
-    if any(condition.temperature > 0 for condition in results.conditions):
+    sampling = any(condition.temperature > 0 for condition in results.conditions)
+    engines = results.settings["engines"]
+    if sampling and any(is_stock(name, engines[name]["server"]) for name in results.engines[1:]):
         found.append(
             "vLLM's own speculation was served with a fault of its sampling on CPUs mended "
             "(benchmarks/serving/mended.py says which)."
@@ -202,7 +204,7 @@ def notes(journal: Journal, results: Results) -> str:
     if statistics.median(busy) > BUSY_OTHERS:
         found.append(
             f"**Other programs kept {statistics.median(busy):.2f} cores busy (median; at most "
-            f"{max(busy):.2f}): these timings mean little.**"
+            f"{max(busy):.2f}); timings need a quiet machine.**"
         )
     else:
         found.append(f"Other programs kept {statistics.median(busy):.2f} cores busy (median).")

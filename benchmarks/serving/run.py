@@ -13,9 +13,10 @@ from benchmarks.serving import client, counters
 from benchmarks.serving.datasets import Prompts
 from benchmarks.serving.engines import ECHO_SERVER, Engine, Lineup
 from benchmarks.serving.errors import BenchmarkError
+from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.journal import Journal
 from benchmarks.serving.plan import Estimate, Measurement, Sizes, by_key, next_round_fits
-from benchmarks.serving.servers import MODEL_NAME, Fleet, Server, Serving
+from benchmarks.serving.servers import MODEL_NAME, Server, Serving
 from benchmarks.serving.sizing import server_bytes
 
 WARM_UP_REQUESTS = 4
@@ -157,7 +158,9 @@ class Bench:
             self.estimate.total(self._left([p for p in self.plan if p.group == group]))
             for group in range(item.group + 1, len(self.groups))
         )
-        limit = self._seconds_left(len(self.groups) - 1)
+        # A round that has begun is finished, whatever the time limit.
+        this_round = self.estimate.total(p for p in left if p.round == item.round)
+        limit = max(this_round, self._seconds_left(len(self.groups) - 1))
         self.say(
             f"round {item.round + 1}, T = {item.temperature:g}, {item.dataset}, "
             f"c = {item.concurrency}: {item.engine} (about {_clock(min(remaining, limit))} left)"

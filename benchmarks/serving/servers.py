@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers: started together, asleep but for the one that is measured, ended whatever happens.
+"""One `vllm serve`: its command, its environment, its life.
 
 A server whose turn it is not is halted (SIGSTOP): idle vLLM still polls its queues, about one per
 cent of a core each. Servers have process groups of their own in the benchmark's session: Ctrl-C
@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -33,9 +32,6 @@ from vllm_echo.timing import STAGE_TIMES_ENV
 ROOT = str(Path(__file__).resolve().parents[2])
 HOST = "127.0.0.1"
 MODEL_NAME = "benchmark"
-FIRST_PORT = 8100
-LAST_PORT = 9000
-START_TIMEOUT = 900
 STOP_TIMEOUT = 20
 LOG_LINES = 8
 CAUSE = re.compile(r"\b\w*(Error|Exception): |\berror: ")
@@ -149,12 +145,12 @@ class Server:
         return counters.members(self.process.pid)
 
     def halt(self) -> None:
-        self._signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
         self._halted = True
 
     def go_on(self) -> None:
         self.require_alive()
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
         self._halted = False
 
     def metrics(self) -> dict[str, float]:
@@ -187,14 +183,14 @@ class Server:
 
     def stop(self) -> None:
         """End it and everything that it started."""
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT)
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def _signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -213,87 +209,9 @@ def require_free_port(port: int) -> None:
             raise BenchmarkError(f"port {port} is in use; choose others with --port") from None
 
 
-def free_ports(count: int) -> int:
-    """The first of ``count`` free ports in a row."""
-    for first in range(FIRST_PORT, LAST_PORT, count):
-        with contextlib.suppress(BenchmarkError):
-            for port in range(first, first + count):
-                require_free_port(port)
-            return first
-    raise BenchmarkError(f"no {count} ports in a row are free from {FIRST_PORT} on; name --port")
-
-
 def telling_lines(path: Path) -> str:
     """The errors of a log (vLLM's last is seldom the cause), and its last lines."""
     lines = [line[:300] for line in path.read_text(errors="replace").splitlines()]
     early = [line for line in lines[:-LOG_LINES] if " WARNING " not in line]
     causes = [line for line in early if CAUSE.search(line)]
     return "\n".join(dict.fromkeys(causes[:LOG_LINES] + lines[-LOG_LINES:]))
-
-
-class Fleet:
-    """All servers of a group. A context manager: they are ended on the way out."""
-
-    def __init__(self) -> None:
-        self.servers: dict[str, Server] = {}
-
-    def __enter__(self) -> "Fleet":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for server in self.servers.values():
-            server._signal(signal.SIGTERM)
-            server._signal(signal.SIGCONT)
-        for server in self.servers.values():
-            server.stop()
-
-    def start(
-        self,
-        configs: Mapping[str, Mapping[str, Any] | None],
-        serving: Serving,
-        port: int,
-        folder: Path,
-        at_once: int,
-        bytes_each: int,
-        say: Any,
-    ) -> None:
-        """Start a server for each of ``configs``, ``at_once`` at a time; halted when ready. One
-        that measures the machine starts alone."""
-        quiet = {name for name, config in configs.items() if needs_quiet_start(config)}
-        waiting = sorted(configs, key=lambda name: name not in quiet)
-        starting: dict[str, float] = {}
-        while waiting or starting:
-            limit = 1 if quiet & {*waiting[:1], *starting} else at_once
-            if waiting and len(starting) < limit:
-                name = waiting.pop(0)
-                require_memory(name, bytes_each)
-                number = port + len(self.servers)
-                self.servers[name] = Server(name, serving, configs[name], number, folder)
-                starting[name] = time.monotonic()
-                say(f"starting {name} ({len(self.servers)} of {len(configs)})")
-            time.sleep(0.5)
-            for name, since in list(starting.items()):
-                if self.servers[name].is_ready():
-                    self.servers[name].halt()
-                    del starting[name]
-                    say(f"{name} is ready after {time.monotonic() - since:.0f} s")
-                elif time.monotonic() - since > START_TIMEOUT:
-                    log = self.servers[name].log
-                    raise BenchmarkError(f"{name} was not ready in {START_TIMEOUT} s; see {log}")
-
-
-def available_memory() -> int:
-    """Bytes that new processes could have."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise BenchmarkError("/proc/meminfo does not say how much memory is available")
-
-
-def require_memory(name: str, wanted: int) -> None:
-    available = available_memory()
-    if available < wanted:
-        raise BenchmarkError(
-            f"{name} would need {wanted / 2**30:.1f} GiB and {available / 2**30:.1f} are free; end "
-            "other programs, or run fewer servers at a time with --servers"
-        )

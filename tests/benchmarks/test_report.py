@@ -126,7 +126,7 @@ def test_the_whole_report(journal):
     text = report.render(journal)
     for expected in ("c0ffee", "a processor", "## mixed, greedy", "goodput was left out", "verify"):
         assert expected in text
-    assert "mean little" not in text
+    assert "quiet machine" not in text
 
 
 def test_a_busy_machine_and_preemptions_are_reported(tmp_path):
@@ -134,7 +134,7 @@ def test_a_busy_machine_and_preemptions_are_reported(tmp_path):
     line = measurement("none", 1, 0, 100, busy_cores=busy)
     line["drafting"]["preemptions"] = 3
     text = report.render(journal_of(tmp_path, [line]))
-    assert "0.80 cores busy" in text and "mean little" in text
+    assert "0.80 cores busy" in text and "quiet machine" in text
     assert "preempted 3 times" in text
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.serving import servers, sizing
 from benchmarks.serving.errors import BenchmarkError
-from benchmarks.serving.servers import Fleet, Server, Serving
+from benchmarks.serving.fleet import Fleet, free_ports, require_memory
+from benchmarks.serving.servers import Server, Serving
 
 SERVES = """
 import sys, time
@@ -109,14 +110,14 @@ def test_free_ports_avoid_those_in_use(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(servers, "FIRST_PORT", port - 1)
-        monkeypatch.setattr(servers, "LAST_PORT", port + 9)
-        assert servers.free_ports(2) > port
+        monkeypatch.setattr("benchmarks.serving.fleet.FIRST_PORT", port - 1)
+        monkeypatch.setattr("benchmarks.serving.fleet.LAST_PORT", port + 9)
+        assert free_ports(2) > port
 
 
 def test_too_little_memory_is_refused_before_the_start():
     with pytest.raises(BenchmarkError, match="would need"):
-        servers.require_memory("one", 2**60)
+        require_memory("one", 2**60)
 
 
 def test_the_command(tmp_path):
@@ -157,7 +158,8 @@ def test_a_halted_server_does_not_outlive_a_benchmark_that_is_killed(tmp_path):
     benchmark = f"""
 import time
 from pathlib import Path
-from benchmarks.serving.servers import Fleet, Serving
+from benchmarks.serving.fleet import Fleet
+from benchmarks.serving.servers import Serving
 from tests.benchmarks.test_servers import Program
 fleet = Fleet()
 program = Program({SERVES!r}, "float32", 64, 4, 2**20)

@@ -59,12 +59,14 @@ def draft_trace(
     seed: int = 0,
     confidence: Callable[[random.Random, int], float] = any_confidence,
     undrafted: float = 0.0,
+    width: int = 1,
 ) -> DraftTrace:
-    """Every node of a layer's likeliest family is a candidate, and its likeliest child is expanded.
-    ``confidence`` draws that child's q by depth, its siblings share the rest. ``undrafted`` is the
-    share of roots without candidates, and of layers that were not reached."""
+    """The ``width`` likeliest nodes of a layer are expanded, to ``top_k`` children each.
+    ``confidence`` draws the first child's q by depth, its siblings share the rest. ``undrafted`` is
+    the share of roots without candidates, and of layers that were not reached."""
     source = random.Random(seed)
-    depths = [d for d in range(1, max_depth + 1) for _ in range(top_k)]
+    sizes = [top_k * (width if depth > 1 else 1) for depth in range(1, max_depth + 1)]
+    depths = [d for d, size in enumerate(sizes, start=1) for _ in range(size)]
     rows = num_requests * length
     truth = [[source.randrange(VOCAB) for _ in range(length)] for _ in range(num_requests)]
     trace = DraftTrace(
@@ -79,21 +81,27 @@ def draft_trace(
     )
     for row in range(rows):
         said = truth[row // length][row % length + 1 :]
-        parent, on_path = ROOT, True
-        for depth in range(1, max_depth + 1):
+        column = 0
+        # (score, column, whether it is what the target says)
+        frontier: list[tuple[float, int, bool]] = [(0.0, ROOT, True)]
+        for depth, size in enumerate(sizes, start=1):
             if source.random() < undrafted:
                 break
-            best = confidence(source, depth)
-            qs = [best] + [0.9 * (1 - best) * 0.5**k for k in range(1, top_k)]
-            right = _choose(source, [law(depth, q) for q in qs])
-            columns = [(depth - 1) * top_k + k for k in range(top_k)]
-            for k, column in enumerate(columns):
-                hit = on_path and k == right and depth <= len(said)
-                trace.tokens[row, column] = said[depth - 1] if hit else VOCAB + k
-                trace.parents[row, column] = parent
-                trace.log_probs[row, column] = log(qs[k])
-            likeliest = max(range(top_k), key=lambda k: qs[k])
-            parent, on_path = columns[likeliest], on_path and right == likeliest
+            layer = []
+            for score, parent, on_path in frontier:
+                best = confidence(source, depth)
+                qs = [best] + [0.9 * (1 - best) * 0.5**k for k in range(1, top_k)]
+                right = _choose(source, [law(depth, q) for q in qs])
+                for k, q in enumerate(qs):
+                    hit = on_path and k == right and depth <= len(said)
+                    trace.tokens[row, column] = said[depth - 1] if hit else VOCAB + k
+                    trace.parents[row, column] = parent
+                    trace.log_probs[row, column] = log(q)
+                    layer.append((score + log(q), column, on_path and k == right))
+                    column += 1
+            column = sum(sizes[:depth])
+            frontier = sorted(layer, key=lambda node: -node[0])[:width]
+            assert len(layer) <= size
     return trace
 
 

@@ -44,7 +44,7 @@ def test_acceptance_curves_recover_the_law(curves: list[tuple[float, float]]) ->
     """Catches curves of one depth at another, candidates that are judged without their parent, and
     the q of a path for that of a node. Tolerance: 0.03 in probability where candidates are; 0.2 in
     the curves' own numbers, which chance may trade for each other."""
-    model = fitted(draft_trace(platt(*curves), num_requests=150, length=60))
+    model = fitted(draft_trace(platt(*curves), num_requests=150, length=60, width=2))
     assert len(model.curves) == 3
     for depth, (intercept, slope) in enumerate(model.curves, start=1):
         true_intercept, true_slope = curves[min(depth, len(curves)) - 1]
@@ -203,7 +203,7 @@ def test_supply_keeps_to_a_requests_most_nodes() -> None:
 def test_supply_is_the_obvious_count_over_visited_roots() -> None:
     """Catches averages over all positions, which overstate it, and ends of outputs that count as
     refusals."""
-    trace = draft_trace(platt((-0.3, 0.9)), num_requests=15, length=25, undrafted=0.1)
+    trace = draft_trace(platt((-0.3, 0.9)), num_requests=12, length=25, undrafted=0.1, width=2)
     model = fitted(trace, 4)
     accepted, known = trace.labels()
     for point in model.supply[::7]:
