@@ -24,6 +24,12 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes) -> "
       "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
       "Tensor ancestors, Tensor is_chain)");
+  m.def(
+      "rank_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, int max_nodes) -> "
+      "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores)");
+  m.def(
+      "best_paying(Tensor scores, Tensor caps, Tensor added_ms, int num_requests, float plain_ms) "
+      "-> Tensor num_nodes");
   m.def("build_info() -> str");
   m.def("set_simd_level(str name) -> ()");
 }
@@ -33,6 +39,8 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("commit_kv", TORCH_BOX(&vllm_echo::cpu::commit_kv));
   m.impl("pack_trees", TORCH_BOX(&vllm_echo::cpu::pack_trees));
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
+  m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
+  m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CompositeExplicitAutograd, m) {

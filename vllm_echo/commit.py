@@ -15,6 +15,8 @@ from vllm_echo.tree import AcceptedPaths
 
 def needs_commit(paths: AcceptedPaths) -> bool:
     """False when every accepted path lies where it belongs already."""
+    if paths.rows.shape[1] == 0:
+        return False
     linear = torch.arange(
         1, paths.rows.shape[1] + 1, dtype=paths.rows.dtype, device=paths.rows.device
     )

@@ -90,8 +90,8 @@ class CostCurve:
         return self.step_ms(load.num_requests) + attention
 
     def knee(self) -> int:
-        """Rows up to which a step is flat: the K_max of the paper's hinge, by least squares of
-        T = T_ar * (1 + gamma * max(0, rows - knee)) over the measured points."""
+        """Rows up to which a step is flat: the K_max of the paper's hinge, by least squares (of
+        relative errors) of T = T_ar * (1 + gamma * max(0, rows - knee)) over the curve's points."""
 
         def error(knee: int) -> float:
             hinge = [max(0, rows - knee) for rows, _ in self.step]
@@ -148,10 +148,13 @@ _LINES = ("roots", "layer", "catch_up", "control")
 
 
 def _residual(x: Sequence[float], y: Sequence[float]) -> float:
-    """Squared error of the best line a + b * x through the points, b >= 0."""
-    count = len(x)
-    mean_x, mean_y = sum(x) / count, sum(y) / count
-    variance = sum((xi - mean_x) ** 2 for xi in x)
-    covariance = sum((xi - mean_x) * (yi - mean_y) for xi, yi in zip(x, y, strict=True))
+    """Squared relative error of the best line a + b * x through the points, b >= 0."""
+    weights = [1 / yi**2 for yi in y]
+    total = sum(weights)
+    mean_x = sum(w * xi for w, xi in zip(weights, x, strict=True)) / total
+    mean_y = sum(w * yi for w, yi in zip(weights, y, strict=True)) / total
+    points = list(zip(weights, x, y, strict=True))
+    variance = sum(w * (xi - mean_x) ** 2 for w, xi, _ in points)
+    covariance = sum(w * (xi - mean_x) * (yi - mean_y) for w, xi, yi in points)
     slope = max(0.0, covariance / variance) if variance else 0.0
-    return sum((yi - mean_y - slope * (xi - mean_x)) ** 2 for xi, yi in zip(x, y, strict=True))
+    return sum(w * (yi - mean_y - slope * (xi - mean_x)) ** 2 for w, xi, yi in points)

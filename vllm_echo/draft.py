@@ -7,7 +7,7 @@ forward. Nothing is sampled: candidates are the draft model's top-k by probabili
 is what makes pruning by their own probability lossless (docs/algorithm.md).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -53,10 +53,6 @@ class DraftBatch:
     """[R] int32, deepest layer that can still be used (a request near its max_tokens)."""
     sampled: torch.Tensor
     """[R] bool, temperature above 0."""
-
-    def of(self, requests: torch.Tensor) -> "DraftBatch":
-        """The rows ``requests`` [A] int64."""
-        return DraftBatch(*(getattr(self, f.name)[requests] for f in fields(self)))
 
 
 class DraftHead(Protocol):

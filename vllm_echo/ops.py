@@ -19,7 +19,7 @@ cost little even at one call a layer, and hold for direct calls of ``torch.ops.v
 """
 
 import importlib
-from typing import NoReturn
+from typing import Any
 
 import torch
 
@@ -71,11 +71,7 @@ def tree_attention(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     kv = (key_cache, value_cache, block_table)
-    arguments = (query, *kv, cu_rows, context_lens, mask, scale, softcap, out)
-    try:
-        torch.ops.vllm_echo.tree_attention(*arguments)
-    except NotImplementedError as error:
-        _refuse_device("tree_attention", arguments, error)
+    _call("tree_attention", query, *kv, cu_rows, context_lens, mask, scale, softcap, out)
     return out
 
 
@@ -103,11 +99,7 @@ def commit_kv(
     Raises:
         ValueError: a path does not increase, or leads outside the cache (nothing is moved then).
     """
-    arguments = (kv_caches, block_table, root_slots, path_rows, path_lens)
-    try:
-        torch.ops.vllm_echo.commit_kv(*arguments)
-    except NotImplementedError as error:
-        _refuse_device("commit_kv", arguments, error)
+    _call("commit_kv", kv_caches, block_table, root_slots, path_rows, path_lens)
 
 
 def accept_paths(
@@ -136,11 +128,7 @@ def accept_paths(
         num_accepted [R] int32: nodes accepted.
         L is the largest number of nodes of a request. A request without rows gives only -1.
     """
-    arguments = (target_tokens, cu_rows, tokens, parents)
-    try:
-        return torch.ops.vllm_echo.accept_paths(*arguments)
-    except NotImplementedError as error:
-        _refuse_device("accept_paths", arguments, error)
+    return _call("accept_paths", target_tokens, cu_rows, tokens, parents)
 
 
 def pack_trees(
@@ -160,11 +148,57 @@ def pack_trees(
 
     ValueError: a count out of range, or a parent that is not before its node.
     """
-    arguments = (tokens, parents, depths, num_nodes)
-    try:
-        return torch.ops.vllm_echo.pack_trees(*arguments)
-    except NotImplementedError as error:
-        _refuse_device("pack_trees", arguments, error)
+    return _call("pack_trees", tokens, parents, depths, num_nodes)
+
+
+def rank_trees(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    max_nodes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best ``max_nodes`` candidates of each request, in descending score, ties by index.
+
+    Args:
+        tokens, parents, depths: [R, C] int32, as ``CandidateTrees`` has them; a parent is -1 (the
+            root) or any candidate of its request. The last dimension is contiguous.
+        scores: [R, C] float32; NaN counts as -inf.
+        max_nodes: at least 0; may be more than there are candidates.
+
+    Returns:
+        tokens, parents, depths [R, W] int32, scores [R, W] float32, W = min(max_nodes, C); a
+        parent is its place in this order, which is W or more when it is not among the kept.
+
+    ValueError: a kept candidate whose parent is no candidate.
+    """
+    return _call("rank_trees", tokens, parents, depths, scores, max_nodes)
+
+
+def best_paying(
+    scores: torch.Tensor,
+    caps: torch.Tensor,
+    added_ms: torch.Tensor,
+    num_requests: int,
+    plain_ms: float,
+) -> torch.Tensor:
+    """How many nodes of each request make the step's output tokens come fastest.
+
+    Of all nodes the n with the highest exp(score), in float32, ties by request and then by rank,
+    take ``plain_ms + added_ms[n]`` for ``num_requests`` tokens and the sum of theirs. Of equally
+    fast n the smallest is chosen. Nodes whose exp is 0 or NaN are never taken.
+
+    Args:
+        scores: [R, C] float32 log acceptance probabilities, descending within a request.
+        caps: [R] int32, most nodes of each request; may be more than C.
+        added_ms: [K + 1] float64, what 0 to K nodes add; K is the most that may be taken.
+        num_requests: at least 0; tokens that come in any case.
+        plain_ms: positive, unless K is 0.
+
+    Returns:
+        num_nodes [R] int32.
+    """
+    return _call("best_paying", scores, caps, added_ms, num_requests, plain_ms)
 
 
 def build_info() -> dict[str, str]:
@@ -180,13 +214,15 @@ def set_simd_level(name: str) -> None:
     torch.ops.vllm_echo.set_simd_level(name)
 
 
-def _refuse_device(op: str, arguments: tuple[object, ...], error: NotImplementedError) -> NoReturn:
-    """The dispatcher found no kernel: say which tensor is to blame."""
+def _call(op: str, *arguments: object) -> Any:
     try:
-        _require_cpu(op, arguments)
-    except TypeError as refusal:
-        raise refusal from error
-    raise error
+        return getattr(torch.ops.vllm_echo, op)(*arguments)
+    except NotImplementedError as error:  # the dispatcher found no kernel: name the tensor
+        try:
+            _require_cpu(op, arguments)
+        except TypeError as refusal:
+            raise refusal from error
+        raise
 
 
 def _require_cpu(op: str, arguments: tuple[object, ...]) -> None:
@@ -241,3 +277,22 @@ def _(
         tokens.new_empty(num_rows, num_words, dtype=torch.int64),
         tokens.new_empty(num_requests, dtype=torch.bool),
     )
+
+
+@torch.library.register_fake("vllm_echo::rank_trees")
+def _(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    max_nodes: int,
+) -> tuple[torch.Tensor, ...]:
+    _require_cpu("rank_trees", (tokens, parents, depths, scores, max_nodes))
+    shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
+    return (*(tokens.new_empty(shape) for _ in range(3)), scores.new_empty(shape))
+
+
+@torch.library.register_fake("vllm_echo::best_paying")
+def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor:
+    _require_cpu("best_paying", (scores, caps, *others))
+    return caps.new_empty(caps.shape[0])

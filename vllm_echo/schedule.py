@@ -14,7 +14,8 @@ score, which are always closed under parents. The published pseudo-code can over
 
 import torch
 
-from vllm_echo.tree import ROOT, CandidateTrees, DraftTrees
+from vllm_echo import ops
+from vllm_echo.tree import CandidateTrees, DraftTrees
 
 
 def grant_layer(confidence: torch.Tensor, wants: torch.Tensor, budget: int) -> torch.Tensor:
@@ -70,18 +71,7 @@ def best_paying(
     size, so one pass over the counts finds the best set. Goodput as in expected tokens per
     time; the paper has no such rule.
     """
-    rows, num_candidates = trees.scores.shape
-    rank = torch.arange(num_candidates, device=trees.scores.device)
-    worth = torch.where(rank < caps[:, None], trees.scores, -torch.inf).exp().flatten()
-    best, order = worth.sort(descending=True, stable=True)
-    most = min(added_ms.shape[0] - 1, int((best > 0).sum()))
-    tokens = num_requests + best[:most].double().cumsum(0)
-    speed = tokens / (plain_ms + added_ms[1 : most + 1])
-    count = int(speed.argmax()) + 1 if most else 0
-    if count and not float(speed[count - 1]) > num_requests / plain_ms:
-        count = 0
-    owners = torch.div(order[:count], num_candidates, rounding_mode="floor")
-    return torch.bincount(owners, minlength=rows).to(torch.int32)
+    return ops.best_paying(trees.scores, caps, added_ms, num_requests, plain_ms)
 
 
 def share_evenly(wanted: torch.Tensor, budget: int) -> torch.Tensor:
@@ -111,22 +101,8 @@ def rank_candidates(trees: CandidateTrees, max_nodes: int) -> CandidateTrees:
     A parent never scores below its child and comes before it, so parents stay among the kept,
     and every prefix of a row is a tree. Only finite scores count as candidates.
     """
-    width = min(max_nodes, trees.scores.shape[1])
-    scores, order = trees.scores.sort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    taken = order[:, :width]
-    old_parents = trees.parents.gather(1, taken)
-    new_parents = place.gather(1, old_parents.clamp(min=0).long()).to(torch.int32)
-    return CandidateTrees(
-        tokens=trees.tokens.gather(1, taken),
-        parents=torch.where(old_parents == ROOT, ROOT, new_parents),
-        depths=trees.depths.gather(1, taken),
-        scores=scores[:, :width],
-        num_layers=trees.num_layers,
-        truncated=trees.truncated,
-    )
+    ranked = ops.rank_trees(trees.tokens, trees.parents, trees.depths, trees.scores, max_nodes)
+    return CandidateTrees(*ranked, trees.num_layers, trees.truncated)
 
 
 def take_leading(trees: CandidateTrees, counts: torch.Tensor, max_nodes: int) -> DraftTrees:

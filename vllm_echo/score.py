@@ -21,5 +21,5 @@ class CalibratedScores:
         shape = (-1, *[1] * (log_probs.dim() - 1))
         intercept, slope = curves[:, 0].view(shape), curves[:, 1].view(shape)
         log_probs = log_probs.clamp(max=-1e-6)  # q = 1 has no finite logit
-        logit = log_probs - torch.log(-torch.expm1(log_probs))
-        return torch.nn.functional.logsigmoid(intercept + slope * logit)
+        logit = log_probs - log_probs.expm1().neg_().log_()
+        return torch.nn.functional.logsigmoid(torch.addcmul(intercept, slope, logit))

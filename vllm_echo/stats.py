@@ -51,7 +51,7 @@ class StepStats:
         """The step that verified ``tree``, kept ``paths`` and then proposed; None where it
         drafted for nobody."""
         stats = cls()
-        if tree.tokens.shape[0] > tree.num_requests:
+        if tree.num_nodes:
             stats._count_acceptance(tree, paths)
         if proposal is None or proposal.trees.num_nodes.shape[0] == 0:
             stats.steps_without_drafts = 1

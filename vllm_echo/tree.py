@@ -123,6 +123,11 @@ class SuperTree:
     def num_requests(self) -> int:
         return self.cu_rows.shape[0] - 1
 
+    @property
+    def num_nodes(self) -> int:
+        """Of all requests; their roots are none."""
+        return self.tokens.shape[0] - self.num_requests
+
 
 @dataclass
 class AcceptedPaths:

@@ -28,6 +28,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tens
                                                                       const Tensor& depths,
                                                                       const Tensor& num_nodes);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, const Tensor& parents,
+                                                      const Tensor& depths, const Tensor& scores,
+                                                      int64_t max_nodes);
+
+Tensor best_paying(const Tensor& scores, const Tensor& caps, const Tensor& added_ms,
+                   int64_t num_requests, double plain_ms);
+
 // "simd=<level>;torch=<version built against>;compiler=<version>"
 std::string build_info();
 

@@ -40,9 +40,9 @@ def measured(
 
 def assert_close(found: CostCurve, true: CostCurve, tolerance: float) -> None:
     """Every line at the sizes that occur, relative to what it has there."""
-    assert [rows for rows, _ in found.step] == [rows for rows, _ in true.step]
-    for (_, ms), (_, true_ms) in zip(found.step, true.step, strict=True):
-        assert ms == pytest.approx(true_ms, rel=tolerance)
+    assert {rows for rows, _ in found.step} >= {rows for rows, _ in true.step}
+    for rows, ms in found.step:
+        assert ms == pytest.approx(true.step_ms(rows), rel=tolerance)
     for name in ("roots", "layer", "catch_up"):
         for count in (1, 8, 32):
             expected = getattr(true, name)(count)
@@ -155,7 +155,8 @@ def test_whatever_was_measured_no_price_is_negative_and_all_are_numbers(seed: in
 def test_one_request_and_one_node_are_enough_for_a_curve() -> None:
     """The smallest profile there is: one batch size, one shape."""
     found = measured(FakeMachine(), max_requests=1, max_nodes=1).curve()
-    assert found.step == ((1, pytest.approx(20.0, rel=1e-3)),)
+    assert found.step[0] == (1, pytest.approx(20.0, rel=1e-3))
+    assert [rows for rows, _ in found.step] == [1, 2]
     assert found.roots(1) == pytest.approx(CURVE.roots(1), rel=0.01)
     json.dumps(found.to_dict(), allow_nan=False)
 

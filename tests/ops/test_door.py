@@ -55,6 +55,23 @@ def pack_arguments() -> dict[str, torch.Tensor]:
     }
 
 
+def rank_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32),
+        "parents": torch.tensor([[-1, -1, 1], [-1, 0, -1]], dtype=torch.int32),
+        "depths": torch.tensor([[1, 1, 2], [1, 2, 1]], dtype=torch.int32),
+        "scores": torch.tensor([[-2.0, -0.5, -1.0], [-0.25, -0.25, -torch.inf]]),
+    }
+
+
+def paying_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "scores": torch.tensor([[-0.25, -2.0], [-0.5, -torch.inf]]),
+        "caps": torch.tensor([2, 1], dtype=torch.int32),
+        "added_ms": torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64),
+    }
+
+
 def call_attention(arguments: dict[str, torch.Tensor]) -> None:
     ops.tree_attention(**arguments, scale=0.2)
 
@@ -71,11 +88,21 @@ def call_pack(arguments: dict[str, torch.Tensor]) -> None:
     ops.pack_trees(**arguments)
 
 
+def call_rank(arguments: dict[str, torch.Tensor]) -> None:
+    ops.rank_trees(**arguments, max_nodes=2)
+
+
+def call_paying(arguments: dict[str, torch.Tensor]) -> None:
+    ops.best_paying(**arguments, num_requests=2, plain_ms=20.0)
+
+
 OPERATORS = [
     ("tree_attention", call_attention, attention_arguments),
     ("commit_kv", call_commit, commit_arguments),
     ("accept_paths", call_accept, accept_arguments),
     ("pack_trees", call_pack, pack_arguments),
+    ("rank_trees", call_rank, rank_arguments),
+    ("best_paying", call_paying, paying_arguments),
 ]
 TENSORS = [
     pytest.param(op, call, make, name, id=f"{op}-{name}")
@@ -90,7 +117,7 @@ Make = Callable[[], dict[str, torch.Tensor]]
 def test_a_wrong_dtype_is_refused_by_name(op: str, call: Call, make: Make, name: str) -> None:
     arguments = make()
     call(arguments)
-    arguments[name] = arguments[name].to(torch.float64)
+    arguments[name] = arguments[name].to(torch.bool)  # no operator takes it
     with pytest.raises(ValueError, match=f"{op}: {name} must have dtype"):
         call(arguments)
 
@@ -217,6 +244,17 @@ def test_accept_passes_opcheck() -> None:
 def test_pack_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.pack_trees.default
     torch.library.opcheck(op, tuple(pack_arguments().values()))
+
+
+def test_rank_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.rank_trees.default
+    for max_nodes in (2, 5):
+        torch.library.opcheck(op, (*rank_arguments().values(), max_nodes))
+
+
+def test_paying_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.best_paying.default
+    torch.library.opcheck(op, (*paying_arguments().values(), 2, 20.0))
 
 
 def test_build_info_names_what_doctor_prints() -> None:

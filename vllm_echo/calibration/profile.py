@@ -7,14 +7,16 @@ depths. Times are medians over the steps of a run; the lines are least squares w
 coefficients that cannot be negative.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
-from vllm_echo.cost import CostCurve, Line, StepLoad
+from vllm_echo.cost import CostCurve, Line
 from vllm_echo.errors import EchoError
 
 STEPS = 24
@@ -22,6 +24,7 @@ STEPS = 24
 SKIPPED = 4
 """Steps at its beginning that do not count: prefill, and caches that are cold."""
 SHORT_CONTEXT = 64
+_LEAST_MS = 1e-3
 _DIGITS = 4
 
 
@@ -98,32 +101,49 @@ class Measurements:
 
     def curve(self) -> CostCurve:
         """The cost curve that fits them."""
-        plain = sorted(self.plain, key=lambda m: m.requests)
         context_us = self._context_us()
-        step = _convex_enough(
-            [(m.requests, m.period - context_us / 1000 * m.context * m.requests) for m in plain]
-        )
-        catch_up = self._catch_up()
+        step, control = self._steps(context_us)
         drafting = _least_squares(
             [[1.0, m.requests, m.layers, m.frontier_nodes] for m in self.trees],
             [m.draft for m in self.trees],
         )
-        bare = CostCurve(
+        return CostCurve(
             step=step,
             roots=Line(*_rounded(drafting[:2])),
             layer=Line(*_rounded(drafting[2:])),
-            catch_up=catch_up,
-            control=Line(0.0, 0.0),
+            catch_up=self._catch_up(),
+            control=control,
             context_us=round(context_us, _DIGITS),
         )
-        return CostCurve(
-            step=step,
-            roots=bare.roots,
-            layer=bare.layer,
-            catch_up=catch_up,
-            control=self._control(bare),
-            context_us=bare.context_us,
-        )
+
+    def _steps(self, context_us: float) -> tuple[tuple[tuple[int, float], ...], Line]:
+        """The step curve and the control line, from all runs together:
+
+            T = f(rows) + a * requests + b * nodes + (c, where nodes are verified)
+
+        f is linear between powers of two, and nothing is negative. A plain step has one row a
+        request, so its curve is f(n) + a * n, and a node differs from a row by b - a: it can also
+        be cheaper, as the engine does nothing for it that it does for a request."""
+        plain = {m.requests: m for m in self.plain}
+        samples = [(m, m.period) for m in self.plain]
+        for m in self.trees:
+            base = plain[m.requests]
+            samples.append((m, m.verify + base.catch_up + base.draft))
+        most = max(m.requests + m.nodes for m, _ in samples)
+        knots = sorted({*plain, *(n for n in _powers(int(most)) if n > max(plain))})
+        matrix, target = [], []
+        for m, ms in samples:
+            rows = m.requests + m.nodes
+            attention = context_us / 1000 * m.context * rows
+            matrix.append([*_segments(knots, rows), m.requests, m.nodes, float(m.nodes > 0)])
+            target.append(ms - attention)
+        # Errors count relative to the step.
+        weights = [1 / max(ms, _LEAST_MS) for _, ms in samples]
+        *parts, of_request, of_node, fixed = _least_squares(matrix, target, weights)
+        step = []
+        for rows, ms in zip(knots, np.cumsum(parts), strict=True):
+            step.append((rows, round(max(_LEAST_MS, float(ms) + of_request * rows), _DIGITS)))
+        return tuple(step), Line(*_rounded([fixed, of_node - of_request]))
 
     def _context_us(self) -> float:
         """From the same batch at two context lengths. No more than half of a step over a short
@@ -141,23 +161,6 @@ class Measurements:
         plain = {m.requests: m.catch_up for m in self.plain}
         pairs = [(m.requests, m.catch_up - plain[m.requests]) for m in self.trees]
         return Line(*_rounded(_least_squares([[1.0, r] for r, _ in pairs], [c for _, c in pairs])))
-
-    def _control(self, bare: CostCurve) -> Line:
-        """What verification takes beyond a plain step of as many rows; a node can also be
-        cheaper than a request's row."""
-        plain = {m.requests: m for m in self.plain}
-        rows, left = [], []
-        for m in self.trees:
-            base = plain[m.requests]
-            load = StepLoad(m.requests, 0, round(m.context * m.requests))
-            predicted = bare.nodes_ms(load, m.nodes)
-            rows.append([1.0, m.nodes])
-            left.append(m.verify - (base.period - base.catch_up - base.draft) - predicted)
-        matrix, target = np.array(rows), np.array(left)
-        fixed, each = np.linalg.lstsq(matrix, target, rcond=None)[0]
-        if fixed < 0:
-            fixed, each = 0.0, np.linalg.lstsq(matrix[:, 1:], target, rcond=None)[0][0]
-        return Line(*_rounded([fixed, each]))
 
 
 def take_measurements(
@@ -207,25 +210,23 @@ def _shapes(max_nodes: int) -> Iterable[dict[str, Any]]:
             }
 
 
-def _least_squares(rows: list[list[float]], values: list[float]) -> list[float]:
-    """Coefficients of at least 0: those that come out negative are left out in turn."""
-    matrix, target = np.array(rows), np.array(values)
-    kept = list(range(matrix.shape[1]))
-    while True:
-        solution = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
-        if not kept or (solution >= 0).all():
-            result = np.zeros(matrix.shape[1])
-            result[kept] = solution
-            return [float(value) for value in result]
-        del kept[int(solution.argmin())]
+def _segments(knots: list[int], rows: float) -> list[float]:
+    """What the value at the first knot, and the rise from each knot to the next, contribute at
+    ``rows``. Beyond the last knot the last rise goes on."""
+    shares = [1.0]
+    for low, high in itertools.pairwise(knots):
+        share = (rows - low) / (high - low)
+        shares.append(max(0.0, share if high == knots[-1] else min(1.0, share)))
+    return shares
 
 
-def _convex_enough(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The same points, never falling: noise must not make a row's price negative."""
-    result: list[tuple[int, float]] = []
-    for rows, ms in points:
-        result.append((rows, round(max(ms, result[-1][1] if result else 0.0), _DIGITS)))
-    return tuple(result)
+def _least_squares(
+    rows: list[list[float]], values: list[float], weights: list[float] | None = None
+) -> list[float]:
+    """Coefficients of at least 0."""
+    scale = np.array(weights or [1.0] * len(rows))
+    solution, _ = nnls(np.array(rows) * scale[:, None], np.array(values) * scale)
+    return [float(value) for value in solution]
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

@@ -20,6 +20,9 @@ logger = init_logger(__name__)
 
 SPLIT_FROM = 16
 """Rows that nobody drafts from are worth a pass of their own when there are this many."""
+CHUNK = 512
+"""Rows of prompts are taken in chunks: temporaries of thousands of rows are too large for the
+allocator to keep, and getting them from the kernel each time takes twice the work's own time."""
 
 
 class KvWriter:
@@ -67,8 +70,8 @@ class KvWriter:
 
 
 @dataclass
-class CatchUpRows:
-    """The target rows that this step made final: M rows of R requests, path-ordered.
+class HeadRows:
+    """Rows of the head's forward over R requests, request-major, at linear positions: M rows.
 
     Draft position p holds the target's hidden state at p and the token at p + 1.
     """
@@ -76,13 +79,21 @@ class CatchUpRows:
     token_ids: torch.Tensor
     """[M] int32, the token after each row."""
     positions: torch.Tensor
-    """[M] int64, linear again."""
-    hidden_states: torch.Tensor
-    """[M, A * H], the auxiliary hidden states side by side."""
+    """[M] int64."""
     cu_rows: torch.Tensor
     """[R + 1] int32."""
     block_table: torch.Tensor
     """[R, B] int32."""
+
+
+@dataclass
+class CatchUpRows(HeadRows):
+    """The target rows that a step made final, along the accepted paths."""
+
+    step_rows: torch.Tensor
+    """[M] int64, where they lie among the rows of the step's forward."""
+    hidden_states: list[torch.Tensor]
+    """Of every row of the forward, one [rows, H] for each auxiliary layer."""
 
 
 class EchoDrafter(EagleProposer):
@@ -123,7 +134,7 @@ class EchoDrafter(EagleProposer):
         """
         last = rows.cu_rows[1:].long() - 1
         num_others = rows.token_ids.shape[0] - drafting.shape[0]
-        hidden = self.model.combine_hidden_states(rows.hidden_states)
+        hidden = self._combine(rows)
         if self.kv_writer is None or 0 < num_others < SPLIT_FROM and drafting.numel():
             for_logits, for_feedback = self.run_rows(rows, hidden)
             return for_logits[last[drafting]], for_feedback[last[drafting]]
@@ -134,25 +145,31 @@ class EchoDrafter(EagleProposer):
         if not drafting.numel():
             return hidden[:0], hidden[:0]
         roots = last[drafting]
-        only_roots = CatchUpRows(
+        only_roots = HeadRows(
             token_ids=rows.token_ids[roots],
             positions=rows.positions[roots],
-            hidden_states=hidden[:0],
             cu_rows=torch.arange(drafting.shape[0] + 1, dtype=torch.int32),
             block_table=rows.block_table[drafting],
         )
         return self.run_rows(only_roots, hidden[roots])
 
+    def _combine(self, rows: CatchUpRows) -> torch.Tensor:
+        """[M, H]: what the head takes for the hidden states of ``rows``."""
+        parts = [
+            self.model.combine_hidden_states(torch.cat([h[part] for h in rows.hidden_states], -1))
+            for part in rows.step_rows.split(CHUNK)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _write_kv(self, rows: CatchUpRows, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
         assert self.kv_writer is not None
-        owner = torch.repeat_interleave(rows.cu_rows.diff().long())[chosen]
-        positions = rows.positions[chosen]
-        slots = self.slot_mapping(rows.block_table, owner, positions)
-        self.kv_writer.write(rows.token_ids[chosen], positions, hidden[chosen], slots)
+        owner = torch.repeat_interleave(rows.cu_rows.diff().long())
+        for part in chosen.split(CHUNK):
+            positions = rows.positions[part]
+            slots = self.slot_mapping(rows.block_table, owner[part], positions)
+            self.kv_writer.write(rows.token_ids[part], positions, hidden[part], slots)
 
-    def run_rows(
-        self, rows: CatchUpRows, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_rows(self, rows: HeadRows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole head over ``rows``, whose combined states are ``hidden`` [M, H]; returns
         (for logits, for feedback) of every row."""
         lens = rows.cu_rows.diff()

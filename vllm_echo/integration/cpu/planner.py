@@ -31,29 +31,39 @@ class DraftPlan:
     offer: Offer
 
 
-def plan_drafts(runner: "EchoCPUModelRunner", roots: torch.Tensor) -> DraftPlan:
+def plan_drafts(runner: "EchoCPUModelRunner", roots: np.ndarray) -> DraftPlan:
     """``roots`` [R] int64: last final positions; the next step's root is one further, and its
     nodes' slots follow."""
     params = [runner.requests[req_id].sampling_params for req_id in runner.input_batch.req_ids]
     depths = np.array([_useful_depth(runner, i, p) for i, p in enumerate(params)], dtype=np.int32)
     load = _next_load(runner, roots, depths != _ENDS)
-    batch = _draft_batch(runner, roots, params, torch.from_numpy(depths))
-    requests = (batch.max_nodes > 0).nonzero().flatten()
+    most = _most_nodes(runner, roots) * (depths > 0)
+    requests = most.nonzero()[0]
+    sampled = np.array([params[index].temperature > 0 for index in requests], dtype=bool)
     offer = NOTHING
     if requests.shape[0]:
-        offer = runner.pipeline.policy.offer(load, int(batch.sampled[requests].sum()))
+        offer = runner.pipeline.policy.offer(load, int(sampled.sum()))
     if offer.num_nodes == 0:
-        requests = requests[:0]
-    return DraftPlan(requests, batch.of(requests), load, offer)
+        requests, sampled = requests[:0], sampled[:0]
+    chains = [params[index].structured_outputs is not None for index in requests]
+    last_slots = roots[requests] + 1 + runner.pipeline.policy.shape.num_draft_slots
+    batch = DraftBatch(
+        max_nodes=torch.from_numpy(most[requests].astype(np.int32)),
+        can_expand=torch.from_numpy(last_slots <= runner.max_model_len),
+        chain_only=torch.tensor(chains, dtype=torch.bool),
+        max_depths=torch.from_numpy(depths[requests]),
+        sampled=torch.from_numpy(sampled),
+    )
+    return DraftPlan(torch.from_numpy(requests), batch, load, offer)
 
 
-def _next_load(runner: "EchoCPUModelRunner", roots: torch.Tensor, goes_on: np.ndarray) -> StepLoad:
+def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndarray) -> StepLoad:
     """What the next step will carry, as far as it is known: the scheduler may add prompts that
     wait, and nobody here knows of them."""
     prefilling = runner.discard_request_mask.np[: len(goes_on)]
-    decoding = torch.from_numpy(goes_on & ~prefilling)
+    decoding = goes_on & ~prefilling
     num_prefill = 0
-    for index in np.flatnonzero(prefilling):
+    for index in prefilling.nonzero()[0]:
         request = runner.requests[runner.input_batch.req_ids[index]]
         num_prefill += request.num_prompt_tokens - int(roots[index]) - 1
     return StepLoad(
@@ -63,24 +73,12 @@ def _next_load(runner: "EchoCPUModelRunner", roots: torch.Tensor, goes_on: np.nd
     )
 
 
-def _draft_batch(
-    runner: "EchoCPUModelRunner",
-    roots: torch.Tensor,
-    params: list[SamplingParams],
-    depths: torch.Tensor,
-) -> DraftBatch:
-    shape, reserved = runner.pipeline.policy.shape, runner.num_spec_tokens
+def _most_nodes(runner: "EchoCPUModelRunner", roots: np.ndarray) -> np.ndarray:
+    """[R]: nodes that each request's length limits leave room for."""
     most = runner.pipeline.config.num_speculative_tokens
-    room = (runner.max_model_len - 3 - roots).clamp_(min=0, max=most)
+    room = (runner.max_model_len - 3 - roots).clip(min=0, max=most)
     # vLLM's head has a length limit of its own.
-    fits = roots + 2 + reserved <= runner.effective_drafter_max_model_len
-    return DraftBatch(
-        max_nodes=(room * (depths > 0) * fits).to(torch.int32),
-        can_expand=roots + 1 + shape.num_draft_slots <= runner.max_model_len,
-        chain_only=torch.tensor([p.structured_outputs is not None for p in params]),
-        max_depths=depths,
-        sampled=torch.tensor([p.temperature > 0 for p in params]),
-    )
+    return room * (roots + 2 + runner.num_spec_tokens <= runner.effective_drafter_max_model_len)
 
 
 def _useful_depth(runner: "EchoCPUModelRunner", index: int, params: SamplingParams) -> int:

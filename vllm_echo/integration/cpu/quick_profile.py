@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_echo.cost import CostCurve, Line
-from vllm_echo.integration.cpu.drafter import CatchUpRows
+from vllm_echo.integration.cpu.drafter import HeadRows
 
 if TYPE_CHECKING:
     from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
@@ -73,10 +73,9 @@ def _roots(runner: "EchoCPUModelRunner", rows: int) -> None:
 def _head(runner: "EchoCPUModelRunner", rows: int) -> None:
     """Root rows at position 0 of a block table of zeros: vLLM's block 0 belongs to nobody."""
     drafter = runner.drafter
-    roots = CatchUpRows(
+    roots = HeadRows(
         token_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int64),
-        hidden_states=torch.zeros(0),
         cu_rows=torch.arange(rows + 1, dtype=torch.int32),
         block_table=torch.zeros(rows, 1, dtype=torch.int32),
     )

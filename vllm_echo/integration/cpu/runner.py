@@ -78,6 +78,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.recorder: TraceRecorder | None = None
         self._step: Step | None = None
         self._stats: StepStats | None = None
+        self._target_layers: list[Attention] = []
         holder = self.input_batch.thinking_budget_state_holder
         if holder is not None:
             # Its speculative mode assumes chains; we draft nothing for its requests.
@@ -155,8 +156,16 @@ class EchoCPUModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for name, layer in layers.items():
             require_tree_attention(name, layer.impl)
+        self._target_layers = [
+            layer
+            for name, layer in layers.items()
+            if name not in self.drafter._draft_attn_layer_names
+            # A layer that shares another's cache would move the same KV twice.
+            and layer.kv_sharing_target_layer_name is None
+        ]
 
     @property
     def step(self) -> Step:
@@ -188,16 +197,18 @@ class EchoCPUModelRunner(CPUModelRunner):
         slots = self.slots.of(req_ids)
         scheduled, counts = _as_rows([drafts.get(req_id, []) for req_id in req_ids])
         # A tree needs all its rows, and its root first; anything else stays a chain.
-        whole = torch.from_numpy(num_scheduled_tokens.astype(np.int32)) == counts + 1
-        self.pipeline.table.clear(slots[~whole])
-        tree = self.pipeline.pack_step(slots, scheduled, counts)
-        starts = self.query_start_loc.cpu[1 : len(req_ids) + 1] - tree.cu_rows.diff()
-        owner = torch.repeat_interleave(tree.cu_rows.diff().long())
-        local = torch.arange(owner.shape[0]) - tree.cu_rows[owner].long()
-        rows = starts.long()[owner] + local
-        root_positions = self.positions[starts.long()].clone()
-        self.positions[rows] = root_positions[owner] + tree.depths
-        self._step = Step(tree, root_positions)
+        cut = num_scheduled_tokens != counts + 1
+        if cut.any():
+            self.pipeline.table.clear(slots[torch.from_numpy(cut)])
+        tree = self.pipeline.pack_step(slots, scheduled, torch.from_numpy(counts))
+        root_rows = self.query_start_loc.np[1 : len(req_ids) + 1] - counts - 1
+        positions = self.positions.numpy()
+        root_positions = positions[root_rows]
+        if tree.num_nodes:
+            shift = root_rows - tree.cu_rows.numpy()[:-1]
+            rows = np.arange(tree.tokens.shape[0]) + np.repeat(shift, counts + 1)
+            positions[rows] = np.repeat(root_positions, counts + 1) + tree.depths.numpy()
+        self._step = Step(tree, torch.from_numpy(root_positions))
         self.rejection_sampler.begin_step(
             StepInputs(
                 tree=tree,
@@ -205,7 +216,7 @@ class EchoCPUModelRunner(CPUModelRunner):
                 discarded=torch.from_numpy(self.discard_request_mask.np[: len(req_ids)]),
             )
         )
-        self.timer.count("verified_nodes", int(counts.sum()))
+        self.timer.count("verified_nodes", tree.num_nodes)
         self.timer.count("rows", int(num_scheduled_tokens.sum()))
 
     # -- verify -------------------------------------------------------------------------
@@ -266,21 +277,11 @@ class EchoCPUModelRunner(CPUModelRunner):
         super()._update_states_after_model_execute(output_token_ids, scheduler_output)
         with self.timer.stage("commit"):
             commit_paths(
-                self._target_kv_caches(),
+                [layer.kv_cache for layer in self._target_layers],
                 self._block_table(),
                 self.step.root_positions.to(torch.int32),
                 self.rejection_sampler.paths,
             )
-
-    def _target_kv_caches(self) -> list[torch.Tensor]:
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        return [
-            layer.kv_cache
-            for name, layer in layers.items()
-            if name not in self.drafter._draft_attn_layer_names
-            # A layer that shares another's cache would move the same KV twice.
-            and layer.kv_sharing_target_layer_name is None
-        ]
 
     def _block_table(self) -> torch.Tensor:
         """[R, B] int32 of the batch."""
@@ -313,7 +314,7 @@ class EchoCPUModelRunner(CPUModelRunner):
             )
             rows = self._catch_up_rows(next_tokens, aux_hidden_states or [hidden_states])
             roots = rows.positions[rows.cu_rows[1:].long() - 1]
-            plan = plan_drafts(self, roots)
+            plan = plan_drafts(self, roots.numpy())
             for_logits, for_feedback = self.drafter.catch_up(rows, plan.requests)
         with self.timer.stage("draft"):
             drafts = self._propose(plan, for_logits, for_feedback, roots)
@@ -330,25 +331,31 @@ class EchoCPUModelRunner(CPUModelRunner):
     def _catch_up_rows(self, next_tokens: torch.Tensor, hidden: list[torch.Tensor]) -> CatchUpRows:
         """The rows that became final: everything up to the root, then the accepted path."""
         tree, paths = self.step.tree, self.rejection_sampler.paths
-        starts = self.query_start_loc.cpu[: tree.num_requests].long()
-        num_linear = self.query_start_loc.cpu[1 : tree.num_requests + 1].long() - starts
-        num_linear -= tree.cu_rows.diff() - 1
-        lens = num_linear + paths.num_accepted
-        cu_rows = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-        owner = torch.repeat_interleave(lens)
-        local = torch.arange(owner.shape[0]) - cu_rows[owner].long()
-        on_path = local - num_linear[owner]
-        if paths.rows.shape[1]:
-            path_row = paths.rows[owner, on_path.clamp(min=0, max=paths.rows.shape[1] - 1)].long()
-            local = torch.where(on_path >= 0, num_linear[owner] - 1 + path_row, local)
-        rows = starts[owner] + local
-        token_ids = self.input_ids.cpu[rows].roll(-1)
-        token_ids[cu_rows[1:].long() - 1] = next_tokens
+        num_requests = tree.num_requests
+        bounds = self.query_start_loc.np[: num_requests + 1].astype(np.int64)
+        starts = bounds[:-1]
+        num_linear = np.diff(bounds) - np.diff(tree.cu_rows.numpy()) + 1
+        lens = num_linear + paths.num_accepted.numpy()
+        ends = lens.cumsum()
+        rows = np.arange(ends[-1])
+        if tree.num_nodes:
+            owner = np.repeat(np.arange(num_requests), lens)
+            local = np.arange(owner.shape[0]) - (ends - lens)[owner]
+            place = local - num_linear[owner]
+            on_path = (place >= 0).nonzero()[0]
+            request = owner[on_path]
+            path_rows = paths.rows.numpy()[request, place[on_path]]
+            local[on_path] = num_linear[request] - 1 + path_rows
+            rows = starts[owner] + local
+        step_rows = torch.from_numpy(rows)
+        token_ids = self.input_ids.cpu[step_rows].roll(-1)
+        token_ids[torch.from_numpy(ends - 1)] = next_tokens
         return CatchUpRows(
             token_ids=token_ids,
-            positions=self.positions[rows],
-            hidden_states=torch.cat([h[rows] for h in hidden], dim=-1),
-            cu_rows=cu_rows,
+            positions=self.positions[step_rows],
+            step_rows=step_rows,
+            hidden_states=hidden,
+            cu_rows=torch.from_numpy(np.append(0, ends).astype(np.int32)),
             block_table=self._block_table(),
         )
 
@@ -399,10 +406,10 @@ class EchoCPUModelRunner(CPUModelRunner):
         )
 
 
-def _as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
     """Ragged lists -> [R, N] int32, -1 padded (N at least 1), and lengths [R] int32."""
-    counts = [len(draft) for draft in drafts]
-    rows = np.full((len(drafts), max(1, *counts)), -1, dtype=np.int32)
+    counts = np.array([len(draft) for draft in drafts], dtype=np.int32)
+    rows = np.full((len(drafts), max(1, counts.max(initial=0))), -1, dtype=np.int32)
     for row, draft in zip(rows, drafts, strict=True):
         row[: len(draft)] = draft
-    return torch.from_numpy(rows), torch.tensor(counts, dtype=torch.int32)
+    return torch.from_numpy(rows), counts
