@@ -30,6 +30,16 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(
       "best_paying(Tensor scores, Tensor caps, Tensor added_ms, int num_requests, float plain_ms) "
       "-> Tensor num_nodes");
+  m.def(
+      "next_frontier(Tensor tokens, Tensor scores, Tensor requests, Tensor own_bits, int top_k, "
+      "Tensor? previous_requests, Tensor? ancestors) -> (Tensor out_tokens, Tensor parent_rows, "
+      "Tensor out_ancestors, Tensor columns, Tensor out_scores)");
+  m.def(
+      "score_children(Tensor log_probs, Tensor sampled, Tensor curves, int depth) -> "
+      "Tensor scores");
+  m.def(
+      "read_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes, Tensor slots, "
+      "Tensor scheduled, Tensor num_scheduled) -> (Tensor out_parents, Tensor out_depths)");
   m.def("build_info() -> str");
   m.def("set_simd_level(str name) -> ()");
 }
@@ -41,6 +51,9 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
   m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
   m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
+  m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));
+  m.impl("score_children", TORCH_BOX(&vllm_echo::cpu::score_children));
+  m.impl("read_trees", TORCH_BOX(&vllm_echo::cpu::read_trees));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CompositeExplicitAutograd, m) {

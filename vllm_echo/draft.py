@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_echo import ops
 from vllm_echo.budget import Offer
 from vllm_echo.cost import StepLoad
 from vllm_echo.policies import Growth, Policy, TreeShape
@@ -202,25 +203,18 @@ def _next_frontier(
 ) -> tuple[Frontier, torch.Tensor]:
     """The best nodes of ``layer`` of ``requests`` [A], as many as the policy expands, and their
     scores [A, F]."""
-    width = shape.frontier_widths[depth - 1]
-    scores, order = layer.scores[requests].sort(dim=1, descending=True, stable=True)
-    columns = order[:, :width]
-    own_bits = shape.own_bits(depth)
-    if previous is None:
-        parent_rows = requests[:, None].expand(-1, width)
-        ancestors = own_bits.to(columns.device).expand(requests.shape[0], -1, -1)
-    else:
-        parent_node = torch.div(columns, shape.top_k, rounding_mode="floor")
-        row_of_request = torch.searchsorted(previous.requests, requests)
-        parent_rows = row_of_request[:, None] * previous.tokens.shape[1] + parent_node
-        ancestors = previous.ancestors.flatten(0, 1)[parent_rows] | own_bits.to(columns.device)
+    above = (None, None) if previous is None else (previous.requests, previous.ancestors)
+    own_bits = shape.own_bits(depth).to(requests.device)
+    tokens, parent_rows, ancestors, columns, scores = ops.next_frontier(
+        layer.tokens, layer.scores, requests, own_bits, shape.top_k, *above
+    )
     frontier = Frontier(
         requests=requests,
-        tokens=layer.tokens[requests].gather(1, columns),
+        tokens=tokens,
         parent_rows=parent_rows,
         depth=depth,
         first_slot=shape.first_slot(depth),
         ancestors=ancestors,
         columns=columns,
     )
-    return frontier, scores[:, :width]
+    return frontier, scores

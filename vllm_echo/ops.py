@@ -18,19 +18,11 @@ names the tensor. Nothing is ever read or written out of bounds. The checks are 
 cost little even at one call a layer, and hold for direct calls of ``torch.ops.vllm_echo`` too.
 """
 
-import importlib
 from typing import Any
 
 import torch
 
-try:
-    importlib.import_module("vllm_echo._C")  # loading it registers torch.ops.vllm_echo
-except ImportError as error:
-    raise ImportError(
-        "vllm_echo's compiled operators are missing or do not load into this PyTorch "
-        f"({torch.__version__}): {error}. Build them with `make build`, or with "
-        "`pip install -e . --no-deps --no-build-isolation` in the source tree."
-    ) from error
+from vllm_echo.ops_library import require_cpu
 
 
 def tree_attention(
@@ -201,6 +193,85 @@ def best_paying(
     return _call("best_paying", scores, caps, added_ms, num_requests, plain_ms)
 
 
+def next_frontier(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    requests: torch.Tensor,
+    own_bits: torch.Tensor,
+    top_k: int,
+    previous_requests: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best F candidates of a layer, for each of A requests: the nodes to expand next.
+
+    In descending score, ties by column; NaN counts as -inf, and -inf is expanded, too.
+
+    Args:
+        tokens: [R, M] int32, the layer's candidates, those of one parent side by side. The last
+            dimension is contiguous.
+        scores: [R, M] float32.
+        requests: [A] int64 rows of the layer, ascending.
+        own_bits: [F, W] int64, the ancestor bit of each node's own draft slot; F <= M.
+        top_k: children of each parent, below the first layer.
+        previous_requests: [P] int64 ascending, the requests of the previous frontier; all of
+            ``requests`` are among them. None at the first layer, where the root is the parent.
+        ancestors: [P, F', W] int64, the ancestor bits of the previous frontier's nodes; the layer
+            has at most F' * top_k candidates.
+
+    Returns:
+        tokens [A, F] int32; parent_rows [A, F] int64: the request at the first layer, row
+        p * F' + f of the previous frontier below; ancestors [A, F, W] int64: the parent's and the
+        own bit; columns [A, F] int64: places in the layer; scores [A, F] float32.
+    """
+    previous = (previous_requests, ancestors)
+    return _call("next_frontier", tokens, scores, requests, own_bits, top_k, *previous)
+
+
+def score_children(
+    log_probs: torch.Tensor, sampled: torch.Tensor, curves: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """log sigmoid(intercept + slope * logit(q)) of draft probabilities q: calibrated scores.
+
+    Within 1 ulp. Never above 0, and in the order of the log-probabilities where slopes are
+    positive. -inf stays -inf, NaN stays NaN, and what is above -1e-6 counts as -1e-6.
+
+    Args:
+        log_probs: [A, ...] float32 log q, in any layout.
+        sampled: [A] bool, which of the two kinds of curves a request has.
+        curves: [2, D, 2] float32 (intercept, slope) by kind and depth.
+        depth: 1 to D.
+
+    Returns:
+        scores [A, ...] float32, contiguous.
+    """
+    return _call("score_children", log_probs, sampled, curves, depth)
+
+
+def read_trees(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: torch.Tensor,
+    slots: torch.Tensor,
+    scheduled: torch.Tensor,
+    num_scheduled: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Structure of the scheduled tokens: the stored tree's if they lead it, else a chain's.
+
+    Args:
+        tokens, parents, depths: [S, N] int32, as ``TreeTable`` has them.
+        num_nodes: [S] int32, nodes stored.
+        slots: [R] int64, rows of the table.
+        scheduled: [R, K] int32 tokens, K <= N; those from ``num_scheduled`` on are not looked at.
+        num_scheduled: [R] int32.
+
+    Returns:
+        parents, depths [R, K] int32.
+    """
+    table = (tokens, parents, depths, num_nodes)
+    return _call("read_trees", *table, slots, scheduled, num_scheduled)
+
+
 def build_info() -> dict[str, str]:
     """``simd``: what runs, portable, avx2 or avx512; ``torch``, ``compiler``: what built it."""
     return dict(item.split("=", 1) for item in torch.ops.vllm_echo.build_info().split(";"))
@@ -219,80 +290,7 @@ def _call(op: str, *arguments: object) -> Any:
         return getattr(torch.ops.vllm_echo, op)(*arguments)
     except NotImplementedError as error:  # the dispatcher found no kernel: name the tensor
         try:
-            _require_cpu(op, arguments)
+            require_cpu(op, arguments)
         except TypeError as refusal:
             raise refusal from error
         raise
-
-
-def _require_cpu(op: str, arguments: tuple[object, ...]) -> None:
-    schema = getattr(torch.ops.vllm_echo, op).default._schema
-    for argument, value in zip(schema.arguments, arguments, strict=True):
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, torch.Tensor) and not item.is_cpu:
-                raise TypeError(f"{op}: {argument.name} must be on the CPU, got {item.device}")
-
-
-# Fake kernels: shapes for torch.compile and opcheck. Fake tensors keep their device, the CPU, but
-# a real meta tensor is refused: one among CPU tensors would make the call do nothing.
-
-
-@torch.library.register_fake("vllm_echo::tree_attention")
-def _(*arguments: object) -> None:
-    _require_cpu("tree_attention", arguments)
-
-
-@torch.library.register_fake("vllm_echo::commit_kv")
-def _(*arguments: object) -> None:
-    _require_cpu("commit_kv", arguments)
-
-
-@torch.library.register_fake("vllm_echo::accept_paths")
-def _(
-    target_tokens: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _require_cpu("accept_paths", (target_tokens, cu_rows, tokens, parents))
-    num_requests = cu_rows.shape[0] - 1
-    num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree: known at run time
-    return (
-        tokens.new_empty(num_requests, num_nodes + 1),
-        tokens.new_empty(num_requests, num_nodes),
-        tokens.new_empty(num_requests),
-    )
-
-
-@torch.library.register_fake("vllm_echo::pack_trees")
-def _(
-    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    _require_cpu("pack_trees", (tokens, parents, depths, num_nodes))
-    num_requests = tokens.shape[0]
-    context = torch.library.get_ctx()
-    num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
-    return (
-        tokens.new_empty(num_requests + 1),
-        tokens.new_empty(num_rows),
-        tokens.new_empty(num_rows),
-        tokens.new_empty(num_rows),
-        tokens.new_empty(num_rows, num_words, dtype=torch.int64),
-        tokens.new_empty(num_requests, dtype=torch.bool),
-    )
-
-
-@torch.library.register_fake("vllm_echo::rank_trees")
-def _(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    scores: torch.Tensor,
-    max_nodes: int,
-) -> tuple[torch.Tensor, ...]:
-    _require_cpu("rank_trees", (tokens, parents, depths, scores, max_nodes))
-    shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
-    return (*(tokens.new_empty(shape) for _ in range(3)), scores.new_empty(shape))
-
-
-@torch.library.register_fake("vllm_echo::best_paying")
-def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor:
-    _require_cpu("best_paying", (scores, caps, *others))
-    return caps.new_empty(caps.shape[0])

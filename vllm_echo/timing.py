@@ -4,7 +4,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,15 @@ STAGE_TIMES_ENV = "VLLM_ECHO_STAGE_TIMES"
 every ``WRITE_EVERY`` steps: {"steps": n, "seconds": {stage: total}, "counts": {...}}."""
 
 WRITE_EVERY = 20
+
+NOISY = 1.25
+"""``spread`` of step times from which a machine counts as too busy to be measured."""
+
+
+def spread(times: Sequence[float]) -> float:
+    """Upper over lower quartile: 1 on a machine that does nothing else."""
+    ordered = sorted(times)
+    return ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
 
 
 class StageTimer:

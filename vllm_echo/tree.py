@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_echo import ops
+
 ROOT = -1
 """Parent index of a node whose parent is the root, in candidate and tree tables."""
 
@@ -192,12 +194,7 @@ class TreeTable:
         that cut the draft, a placeholder) the scheduled tokens are taken as a chain:
         always valid, whatever they are.
         """
-        width = scheduled.shape[1]
-        index = torch.arange(width, dtype=torch.int32, device=scheduled.device)
-        used = index < num_scheduled[:, None]
-        known = (num_scheduled <= self.num_nodes[slots]) & (
-            (self.tokens[slots][:, :width] == scheduled) | ~used
-        ).all(dim=1)
-        parents = torch.where(known[:, None], self.parents[slots][:, :width], index - 1)
-        depths = torch.where(known[:, None], self.depths[slots][:, :width], index + 1)
+        table = (self.tokens, self.parents, self.depths, self.num_nodes)
+        step = (slots, scheduled, num_scheduled)
+        parents, depths = ops.read_trees(*table, *(t.contiguous() for t in step))
         return DraftTrees(scheduled, parents, depths, num_scheduled)

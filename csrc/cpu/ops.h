@@ -5,6 +5,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -34,6 +35,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, cons
 
 Tensor best_paying(const Tensor& scores, const Tensor& caps, const Tensor& added_ms,
                    int64_t num_requests, double plain_ms);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
+    const Tensor& tokens, const Tensor& scores, const Tensor& requests, const Tensor& own_bits,
+    int64_t top_k, std::optional<Tensor> previous_requests, std::optional<Tensor> ancestors);
+
+Tensor score_children(const Tensor& log_probs, const Tensor& sampled, const Tensor& curves,
+                      int64_t depth);
+
+std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parents,
+                                      const Tensor& depths, const Tensor& num_nodes,
+                                      const Tensor& slots, const Tensor& scheduled,
+                                      const Tensor& num_scheduled);
 
 // "simd=<level>;torch=<version built against>;compiler=<version>"
 std::string build_info();

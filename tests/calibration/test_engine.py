@@ -175,7 +175,7 @@ def test_a_profile_of_the_tiny_pair(
     config = EchoConfig.from_speculative_config(after)
     assert config.k_max == "auto"
     assert config.profile is not None
-    assert [rows for rows, _ in config.profile.step] == [1, 2]
+    assert [rows for rows, _ in config.profile.step][:2] == [1, 2]
     assert all(ms > 0 for _, ms in config.profile.step)
     assert config.profile.roots(1) > 0
     assert after["echo"].pop("profile")

@@ -5,7 +5,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 
@@ -365,7 +365,7 @@ def test_the_report_has_every_depth_its_gate_and_what_is_wrong() -> None:
 
 
 def test_costs_follow_the_profile() -> None:
-    """In units of a request's share of a plain step of four."""
+    """In units of a request's share of a plain step of four, at the trace's mean context."""
     curve = CostCurve(
         step=((1, 10.0), (4, 16.0), (8, 20.0)),
         roots=Line(0, 0),
@@ -373,10 +373,16 @@ def test_costs_follow_the_profile() -> None:
         catch_up=Line(0, 0),
         control=Line(0, 0.25),
     )
-    costs = gate_costs(curve, 4)
-    assert costs.node == pytest.approx((20 - 16 + 4 * 0.25) / 4 / 4)
-    assert costs.layer == pytest.approx((2.0 / 4 + 0.1) / 4)
-    assert gate_costs(None, 4) == GateCosts()
+    trace = draft_trace(platt((0.0, 1.0)), num_requests=2, length=5)
+    trace.context[:] = np.arange(10) * 20 + 10  # 100 on average
+    node, plain = (20 - 16 + 4 * 0.25) / 4, 16 / 4
+    costs = gate_costs(curve, 4, trace)
+    assert costs.node == pytest.approx(node / plain)
+    assert costs.layer == pytest.approx((2.0 / 4 + 0.1) / plain)
+    attention = 5.0 / 1000 * 100
+    costs = gate_costs(replace(curve, context_us=5.0), 4, trace)
+    assert costs.node == pytest.approx((node + attention) / (plain + attention), abs=1e-4)
+    assert gate_costs(None, 4, trace) == GateCosts()
 
 
 @pytest.mark.parametrize("count", [4, 5, 9])

@@ -176,7 +176,7 @@ def _fit_into(
             fit.calibration_error(unseen, None),
             fit.calibration_error(unseen, models[kind]),
         )
-    costs = gate_costs(config.profile, options.concurrency)
+    costs = gate_costs(config.profile, options.concurrency, traces["greedy"])
     fitted, held_out = (fit.LayerTable(trace) for trace in split["greedy"])
     target_depth = min(options.target_depth, split["greedy"][0].max_depth - 1)
     gates, gate_remarks = fit.fit_gates(fitted, target_depth, costs)
@@ -252,11 +252,12 @@ def _prepare(content: dict[str, Any], options: CalibrateOptions) -> None:
     EchoConfig.from_speculative_config(content)
 
 
-def gate_costs(profile: CostCurve | None, concurrency: int) -> fit.GateCosts:
-    """Costs at ``concurrency`` requests by the profile, or the defaults without one."""
+def gate_costs(profile: CostCurve | None, concurrency: int, trace: DraftTrace) -> fit.GateCosts:
+    """Costs at ``concurrency`` requests with contexts like those of ``trace`` by the profile, or
+    the defaults without one."""
     if profile is None:
         return fit.GateCosts()
-    load = StepLoad(concurrency)
+    load = StepLoad(concurrency, 0, round(concurrency * float(trace.context.mean())))
     share = profile.plain_ms(load) / concurrency
     node = profile.nodes_ms(load, concurrency) / concurrency / share
     layer = (profile.layer.fixed / concurrency + profile.layer.each) / share

@@ -18,6 +18,7 @@ from scipy.optimize import nnls
 
 from vllm_echo.cost import CostCurve, Line
 from vllm_echo.errors import EchoError
+from vllm_echo.timing import spread
 
 STEPS = 24
 """Decoding steps of one measurement."""
@@ -43,7 +44,7 @@ class Measurement:
     catch_up: float
     draft: float
     noise: float
-    """Upper over lower quartile of the steps' times."""
+    """``timing.spread`` of the steps' times."""
 
     @property
     def verify(self) -> float:
@@ -72,7 +73,6 @@ def measure(run: Run, requests: int, context: int, options: dict[str, Any]) -> M
     def milliseconds(stage: str) -> float:
         return 1000 * statistics.median(s["seconds"].get(stage, 0.0) for s in steps)
 
-    periods = sorted(s["period"] for s in steps)
     return Measurement(
         requests=requests,
         nodes=count("verified_nodes"),
@@ -82,7 +82,7 @@ def measure(run: Run, requests: int, context: int, options: dict[str, Any]) -> M
         period=1000 * statistics.median(s["period"] for s in steps),
         catch_up=milliseconds("catch_up"),
         draft=milliseconds("draft"),
-        noise=periods[3 * len(periods) // 4] / periods[len(periods) // 4],
+        noise=spread([s["period"] for s in steps]),
     )
 
 

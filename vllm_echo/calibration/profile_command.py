@@ -12,9 +12,7 @@ from vllm_echo.calibration.echo_file import check_writable, read_echo_file, writ
 from vllm_echo.calibration.profile import STEPS, Measurements, take_measurements
 from vllm_echo.config import AUTO, EchoConfig
 from vllm_echo.cost import CostCurve, StepLoad
-
-NOISY = 1.25
-"""Quartile ratio of step times from which a profile is called noisy."""
+from vllm_echo.timing import NOISY
 
 
 @dataclass(frozen=True)

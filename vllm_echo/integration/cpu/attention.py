@@ -92,10 +92,10 @@ class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
             part = torch.empty_like(output[: causal.rows.shape[0]])
             super().forward(layer, query[causal.rows], key, value, kv_cache, causal.metadata, part)
             output[causal.rows] = part
-        self._attend_tree(query, kv_cache, attn_metadata.tree, output)
+        self.attend_tree(query, kv_cache, attn_metadata.tree, output)
         return output
 
-    def _attend_tree(
+    def attend_tree(
         self, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
     ) -> None:
         key_cache, value_cache = split_kv_cache(kv_cache)

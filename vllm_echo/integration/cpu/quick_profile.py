@@ -1,63 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cost curve from inside the worker, for `"k_max": "auto"` without a stored profile.
+"""A cost curve at start-up, for `"k_max": "auto"` without one in the configuration.
 
-Seconds instead of the minute that `vllm-echo profile` takes, and coarser: it times the target's
-forward and output layer, and the head, but sees no scheduler, no attention over a context and no
-way between processes. A step then looks shorter than it is, a candidate relatively dearer, and
-the budget errs on the side of plain decoding.
+Seconds instead of the minutes that `vllm-echo profile` takes, and coarser: it times the target's
+forward and output layer, attention over a context, and the head, but sees no scheduler and no way
+between processes. A step then looks shorter than it is, a candidate relatively dearer, and the
+budget errs on the side of plain decoding.
 """
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 
 from vllm_echo.cost import CostCurve, Line
+from vllm_echo.integration.cpu.attention import TreeRows
 from vllm_echo.integration.cpu.drafter import HeadRows
+from vllm_echo.integration.profile_store import load_profile, profile_path, store_profile
+from vllm_echo.timing import NOISY, spread
 
 if TYPE_CHECKING:
     from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
 
+logger = init_logger(__name__)
+
 REPEATS = 5
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
+_CONTEXT_REQUESTS = 16
 _DIGITS = 4
 
 
-def measure_in_worker(runner: "EchoCPUModelRunner") -> CostCurve:
-    """The curve of ``runner``'s models; its KV caches hold nothing yet and are written to."""
+def settle_profile(runner: "EchoCPUModelRunner") -> None:
+    """Before the first request: see that a policy which needs a cost curve has one. It is
+    taken from the configuration, else from the store, else measured and stored."""
+    config = runner.pipeline.config
+    if not config.needs_profile or config.profile is not None:
+        return
+    path = profile_path(runner.vllm_config)
+    group = get_tp_group()
+    found, source = group.broadcast_object(load_profile(path)), str(path)
+    if found is None:
+        logger.info("ECHO: no cost curve in the configuration or in %s; measuring one", path)
+        measured = group.broadcast_object(measure_in_worker(runner))
+        found, source = measured.curve, "a measurement just now"
+        if measured.noise > NOISY:
+            logger.warning(
+                "ECHO: the machine is busy (step times differ by %.2f from quartile to "
+                "quartile), so this cost curve is not kept and the next start measures again; "
+                "start with nothing else running, or run `vllm-echo profile`",
+                measured.noise,
+            )
+        elif group.rank_in_group == 0:
+            store_profile(path, found)
+    logger.info(
+        "ECHO: cost curve from %s: steps of %s (rows, ms); `vllm-echo profile` measures better",
+        source,
+        found.step,
+    )
+    runner.pipeline.set_options(replace(config, profile=found))
+
+
+@dataclass(frozen=True)
+class QuickProfile:
+    """A curve, and how quiet the machine was."""
+
+    curve: CostCurve
+    noise: float
+    """``timing.spread`` of the typical measurement of the target."""
+
+
+def measure_in_worker(runner: "EchoCPUModelRunner") -> QuickProfile:
+    """Measure ``runner``'s models; its KV caches hold nothing yet and are written to."""
     most = min(runner.max_num_tokens, _ROWS[-1])
     sizes = [rows for rows in _ROWS if rows <= most]
     step: list[tuple[int, float]] = []
+    noise = []
     for rows in sizes:
-        ms = median_ms(partial(_target, runner, rows))
+        times = times_ms(partial(_target, runner, rows))
+        ms = statistics.median(times)
         step.append((rows, round(max(ms, step[-1][1] if step else 0.0), _DIGITS)))
+        noise.append(spread(times))
     few, many = sizes[0], min(64, most)
-    heads = _line(lambda rows: median_ms(partial(_roots, runner, rows)), few, many)
+    heads = _line(partial(_roots, runner), few, many)
     # The whole head is more than a catch-up needs beyond writing its KV; a layer is both.
-    whole = _line(lambda rows: median_ms(partial(_head, runner, rows)), few, many)
+    whole = _line(partial(_head, runner), few, many)
     layer = Line(round(whole.fixed + heads.fixed, _DIGITS), round(whole.each + heads.each, _DIGITS))
-    return CostCurve(
-        step=tuple(step), roots=heads, layer=layer, catch_up=whole, control=Line(0.0, 0.0)
+    curve = CostCurve(
+        step=tuple(step),
+        roots=heads,
+        layer=layer,
+        catch_up=whole,
+        control=Line(0.0, 0.0),
+        context_us=_context_us(runner),
     )
+    return QuickProfile(curve, statistics.median(noise))
 
 
-def median_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of ``call``, the median of ``REPEATS`` after one that does not count."""
+def times_ms(call: Callable[[], object]) -> list[float]:
+    """Milliseconds of ``REPEATS`` calls after one that does not count."""
     call()
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - start)
-    return 1000 * sorted(times)[REPEATS // 2]
+        times.append(1000 * (time.perf_counter() - start))
+    return times
 
 
-def _line(ms_of: Callable[[int], float], few: int, many: int) -> Line:
-    low, high = ms_of(few), ms_of(many)
+def _line(run: Callable[[int], None], few: int, many: int) -> Line:
+    low, high = (statistics.median(times_ms(partial(run, rows))) for rows in (few, many))
     each = max(0.0, (high - low) / max(1, many - few))
     return Line(round(max(0.0, low - few * each), _DIGITS), round(each, _DIGITS))
+
+
+def _context_us(runner: "EchoCPUModelRunner") -> float:
+    """Microseconds of attention, in all layers, for a row and a token of its context."""
+    caches = [layer.kv_cache for layer in runner.target_layers]
+    impl, block_size = runner.target_layers[0].impl, runner.cache_config.block_size
+    num_blocks = caches[0].shape[0]
+    long = min(_LONG_CONTEXT, runner.max_model_len, num_blocks * block_size)
+    if long <= _SHORT_CONTEXT:
+        return 0.0
+    blocks = -(-long // block_size)
+    requests = min(_CONTEXT_REQUESTS, num_blocks // blocks)
+    query = torch.zeros(requests, impl.num_heads, impl.head_size, dtype=caches[0].dtype)
+    rows = TreeRows(
+        rows=None,
+        cu_rows=torch.arange(requests + 1, dtype=torch.int32),
+        context_lens=torch.zeros(requests, dtype=torch.int32),
+        ancestors=torch.zeros(requests, 1, dtype=torch.int64),
+        block_table=torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks),
+    )
+
+    def attend(context: int) -> None:
+        rows.context_lens.fill_(context)
+        for cache in caches:
+            impl.attend_tree(query, cache, rows, torch.empty_like(query))
+
+    short, longer = (
+        statistics.median(times_ms(partial(attend, n))) for n in (_SHORT_CONTEXT, long)
+    )
+    each = 1000 * (longer - short) / (requests * (long - _SHORT_CONTEXT))
+    return round(max(0.0, each), _DIGITS)
 
 
 def _target(runner: "EchoCPUModelRunner", rows: int) -> None:

@@ -13,13 +13,12 @@ A step, in the order of the methods below:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -39,10 +38,9 @@ from vllm_echo.integration.cpu.attention import (
 )
 from vllm_echo.integration.cpu.drafter import CatchUpRows, EagleDraftHead, EchoDrafter
 from vllm_echo.integration.cpu.planner import DraftPlan, plan_drafts
-from vllm_echo.integration.cpu.quick_profile import measure_in_worker
+from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
-from vllm_echo.integration.profile_store import load_profile, profile_path, store_profile
 from vllm_echo.pipeline import EchoPipeline, Proposal
 from vllm_echo.policies import make_recording_policy
 from vllm_echo.stats import StepStats
@@ -78,7 +76,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.recorder: TraceRecorder | None = None
         self._step: Step | None = None
         self._stats: StepStats | None = None
-        self._target_layers: list[Attention] = []
+        self.target_layers: list[Attention] = []
         holder = self.input_batch.thinking_budget_state_holder
         if holder is not None:
             # Its speculative mode assumes chains; we draft nothing for its requests.
@@ -96,27 +94,6 @@ class EchoCPUModelRunner(CPUModelRunner):
             )
         self.pipeline.set_options(config)
         return config.to_dict()
-
-    def settle_profile(self) -> None:
-        """Before the first request: see that a policy which needs a cost curve has one. It is
-        taken from the configuration, else from the store, else measured and stored."""
-        config = self.pipeline.config
-        if not config.needs_profile or config.profile is not None:
-            return
-        path = profile_path(self.vllm_config)
-        group = get_tp_group()
-        found = group.broadcast_object(load_profile(path))
-        if found is None:
-            logger.info("ECHO: no cost curve in the configuration or in %s; measuring one", path)
-            found = group.broadcast_object(measure_in_worker(self))
-            if group.rank_in_group == 0:
-                store_profile(path, found)
-        logger.info(
-            "ECHO: cost curve from %s: steps of %s (rows, ms); `vllm-echo profile` measures better",
-            path,
-            found.step,
-        )
-        self.pipeline.set_options(replace(config, profile=found))
 
     def start_recording(self) -> None:
         """Draft for everybody, verify nothing, and keep a trace; until ``stop_recording``."""
@@ -159,7 +136,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for name, layer in layers.items():
             require_tree_attention(name, layer.impl)
-        self._target_layers = [
+        self.target_layers = [
             layer
             for name, layer in layers.items()
             if name not in self.drafter._draft_attn_layer_names
@@ -195,7 +172,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         """
         req_ids = self.input_batch.req_ids
         slots = self.slots.of(req_ids)
-        scheduled, counts = _as_rows([drafts.get(req_id, []) for req_id in req_ids])
+        scheduled, counts = as_rows([drafts.get(req_id, []) for req_id in req_ids])
         # A tree needs all its rows, and its root first; anything else stays a chain.
         cut = num_scheduled_tokens != counts + 1
         if cut.any():
@@ -277,7 +254,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         super()._update_states_after_model_execute(output_token_ids, scheduler_output)
         with self.timer.stage("commit"):
             commit_paths(
-                [layer.kv_cache for layer in self._target_layers],
+                [layer.kv_cache for layer in self.target_layers],
                 self._block_table(),
                 self.step.root_positions.to(torch.int32),
                 self.rejection_sampler.paths,
@@ -330,23 +307,9 @@ class EchoCPUModelRunner(CPUModelRunner):
 
     def _catch_up_rows(self, next_tokens: torch.Tensor, hidden: list[torch.Tensor]) -> CatchUpRows:
         """The rows that became final: everything up to the root, then the accepted path."""
-        tree, paths = self.step.tree, self.rejection_sampler.paths
-        num_requests = tree.num_requests
-        bounds = self.query_start_loc.np[: num_requests + 1].astype(np.int64)
-        starts = bounds[:-1]
-        num_linear = np.diff(bounds) - np.diff(tree.cu_rows.numpy()) + 1
-        lens = num_linear + paths.num_accepted.numpy()
-        ends = lens.cumsum()
-        rows = np.arange(ends[-1])
-        if tree.num_nodes:
-            owner = np.repeat(np.arange(num_requests), lens)
-            local = np.arange(owner.shape[0]) - (ends - lens)[owner]
-            place = local - num_linear[owner]
-            on_path = (place >= 0).nonzero()[0]
-            request = owner[on_path]
-            path_rows = paths.rows.numpy()[request, place[on_path]]
-            local[on_path] = num_linear[request] - 1 + path_rows
-            rows = starts[owner] + local
+        tree = self.step.tree
+        bounds = self.query_start_loc.np[: tree.num_requests + 1]
+        rows, ends = final_rows(bounds, tree, self.rejection_sampler.paths)
         step_rows = torch.from_numpy(rows)
         token_ids = self.input_ids.cpu[step_rows].roll(-1)
         token_ids[torch.from_numpy(ends - 1)] = next_tokens
@@ -404,12 +367,3 @@ class EchoCPUModelRunner(CPUModelRunner):
         return EagleDraftHead(
             self.drafter, for_logits, for_feedback, roots, self._block_table()[requests]
         )
-
-
-def _as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
-    """Ragged lists -> [R, N] int32, -1 padded (N at least 1), and lengths [R] int32."""
-    counts = np.array([len(draft) for draft in drafts], dtype=np.int32)
-    rows = np.full((len(drafts), max(1, counts.max(initial=0))), -1, dtype=np.int32)
-    for row, draft in zip(rows, drafts, strict=True):
-        row[: len(draft)] = draft
-    return torch.from_numpy(rows), counts

@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import cpu_worker
 
 from vllm_echo.integration.cpu.attention import EchoCPUAttentionBackend
+from vllm_echo.integration.cpu.quick_profile import settle_profile
 from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
 
 
@@ -26,7 +27,7 @@ class EchoCPUWorker(cpu_worker.CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        self.model_runner.settle_profile()
+        settle_profile(self.model_runner)
         return times
 
     def set_echo_options(self, options: dict[str, Any]) -> dict[str, Any]:

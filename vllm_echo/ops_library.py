@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the compiled operators, and tells torch.compile about them; ``ops`` is how to call them."""
+
+import importlib
+
+import torch
+
+try:
+    importlib.import_module("vllm_echo._C")  # loading it registers torch.ops.vllm_echo
+except ImportError as error:
+    raise ImportError(
+        "vllm_echo's compiled operators are missing or do not load into this PyTorch "
+        f"({torch.__version__}): {error}. Build them with `make build`, or with "
+        "`pip install -e . --no-deps --no-build-isolation` in the source tree."
+    ) from error
+
+
+def require_cpu(op: str, arguments: tuple[object, ...]) -> None:
+    """TypeError, naming the tensor, unless all tensors among ``arguments`` are on the CPU."""
+    schema = getattr(torch.ops.vllm_echo, op).default._schema
+    for argument, value in zip(schema.arguments, arguments, strict=True):
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, torch.Tensor) and not item.is_cpu:
+                raise TypeError(f"{op}: {argument.name} must be on the CPU, got {item.device}")
+
+
+# Fake kernels: shapes for torch.compile and opcheck. Fake tensors keep their device, the CPU, but
+# a real meta tensor is refused: one among CPU tensors would make the call do nothing.
+
+
+@torch.library.register_fake("vllm_echo::tree_attention")
+def _(*arguments: object) -> None:
+    require_cpu("tree_attention", arguments)
+
+
+@torch.library.register_fake("vllm_echo::commit_kv")
+def _(*arguments: object) -> None:
+    require_cpu("commit_kv", arguments)
+
+
+@torch.library.register_fake("vllm_echo::accept_paths")
+def _(
+    target_tokens: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    require_cpu("accept_paths", (target_tokens, cu_rows, tokens, parents))
+    num_requests = cu_rows.shape[0] - 1
+    num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree: known at run time
+    return (
+        tokens.new_empty(num_requests, num_nodes + 1),
+        tokens.new_empty(num_requests, num_nodes),
+        tokens.new_empty(num_requests),
+    )
+
+
+@torch.library.register_fake("vllm_echo::pack_trees")
+def _(
+    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    require_cpu("pack_trees", (tokens, parents, depths, num_nodes))
+    num_requests = tokens.shape[0]
+    context = torch.library.get_ctx()
+    num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        tokens.new_empty(num_requests + 1),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows),
+        tokens.new_empty(num_rows, num_words, dtype=torch.int64),
+        tokens.new_empty(num_requests, dtype=torch.bool),
+    )
+
+
+@torch.library.register_fake("vllm_echo::rank_trees")
+def _(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    max_nodes: int,
+) -> tuple[torch.Tensor, ...]:
+    require_cpu("rank_trees", (tokens, parents, depths, scores, max_nodes))
+    shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
+    return (*(tokens.new_empty(shape) for _ in range(3)), scores.new_empty(shape))
+
+
+@torch.library.register_fake("vllm_echo::best_paying")
+def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor:
+    require_cpu("best_paying", (scores, caps, *others))
+    return caps.new_empty(caps.shape[0])
+
+
+@torch.library.register_fake("vllm_echo::next_frontier")
+def _(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    requests: torch.Tensor,
+    own_bits: torch.Tensor,
+    *others: object,
+) -> tuple[torch.Tensor, ...]:
+    require_cpu("next_frontier", (tokens, scores, requests, own_bits, *others))
+    shape = requests.shape[0], own_bits.shape[0]
+    return (
+        tokens.new_empty(shape),
+        requests.new_empty(shape),
+        requests.new_empty(*shape, own_bits.shape[1]),
+        requests.new_empty(shape),
+        scores.new_empty(shape),
+    )
+
+
+@torch.library.register_fake("vllm_echo::score_children")
+def _(log_probs: torch.Tensor, *others: object) -> torch.Tensor:
+    require_cpu("score_children", (log_probs, *others))
+    return log_probs.new_empty(log_probs.shape)
+
+
+@torch.library.register_fake("vllm_echo::read_trees")
+def _(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    require_cpu("read_trees", arguments)
+    scheduled = arguments[5]
+    return scheduled.new_empty(scheduled.shape), scheduled.new_empty(scheduled.shape)
