@@ -36,13 +36,7 @@ def cpu_extension() -> CppExtension:
         sources=SOURCES,
         depends=[str(path) for path in Path("csrc").rglob("*.h")],
         extra_compile_args={
-            "cxx": [
-                "-O3",
-                "-fno-trapping-math",  # GCC makes no vectors of x < y ? x : y otherwise
-                "-g0",
-                "-Wall",
-                f"-DTORCH_TARGET_VERSION={STABLE_ABI_VERSION}",
-            ],
+            "cxx": ["-O3", "-g0", "-Wall", f"-DTORCH_TARGET_VERSION={STABLE_ABI_VERSION}"],
         },
         py_limited_api=True,
     )

@@ -35,9 +35,6 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "Tensor? previous_requests, Tensor? ancestors) -> (Tensor out_tokens, Tensor parent_rows, "
       "Tensor out_ancestors, Tensor columns, Tensor out_scores)");
   m.def(
-      "score_children(Tensor log_probs, Tensor sampled, Tensor curves, int depth) -> "
-      "Tensor scores");
-  m.def(
       "read_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes, Tensor slots, "
       "Tensor scheduled, Tensor num_scheduled) -> (Tensor out_parents, Tensor out_depths)");
   m.def("build_info() -> str");
@@ -52,7 +49,6 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
   m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
   m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));
-  m.impl("score_children", TORCH_BOX(&vllm_echo::cpu::score_children));
   m.impl("read_trees", TORCH_BOX(&vllm_echo::cpu::read_trees));
 }
 

@@ -227,26 +227,6 @@ def next_frontier(
     return _call("next_frontier", tokens, scores, requests, own_bits, top_k, *previous)
 
 
-def score_children(
-    log_probs: torch.Tensor, sampled: torch.Tensor, curves: torch.Tensor, depth: int
-) -> torch.Tensor:
-    """log sigmoid(intercept + slope * logit(q)) of draft probabilities q: calibrated scores.
-
-    Within 1 ulp. Never above 0, and in the order of the log-probabilities where slopes are
-    positive. -inf stays -inf, NaN stays NaN, and what is above -1e-6 counts as -1e-6.
-
-    Args:
-        log_probs: [A, ...] float32 log q, in any layout.
-        sampled: [A] bool, which of the two kinds of curves a request has.
-        curves: [2, D, 2] float32 (intercept, slope) by kind and depth.
-        depth: 1 to D.
-
-    Returns:
-        scores [A, ...] float32, contiguous.
-    """
-    return _call("score_children", log_probs, sampled, curves, depth)
-
-
 def read_trees(
     tokens: torch.Tensor,
     parents: torch.Tensor,

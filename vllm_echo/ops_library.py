@@ -108,12 +108,6 @@ def _(
     )
 
 
-@torch.library.register_fake("vllm_echo::score_children")
-def _(log_probs: torch.Tensor, *others: object) -> torch.Tensor:
-    require_cpu("score_children", (log_probs, *others))
-    return log_probs.new_empty(log_probs.shape)
-
-
 @torch.library.register_fake("vllm_echo::read_trees")
 def _(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     require_cpu("read_trees", arguments)

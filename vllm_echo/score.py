@@ -3,7 +3,6 @@
 
 import torch
 
-from vllm_echo import ops
 from vllm_echo.acceptance import Calibration
 
 
@@ -18,4 +17,9 @@ class CalibratedScores:
     def __call__(self, depth: int, log_probs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """log P(accepted | parent accepted) of children at ``depth`` with draft ``log_probs``
         [A, ...]; ``sampled`` [A] bool picks the kind of request. -inf (no child) stays -inf."""
-        return ops.score_children(log_probs, sampled, self._curves, depth)
+        curves = self._curves[sampled.long(), depth - 1]
+        shape = (-1, *[1] * (log_probs.dim() - 1))
+        intercept, slope = curves[:, 0].view(shape), curves[:, 1].view(shape)
+        log_probs = log_probs.clamp(max=-1e-6)  # q = 1 has no finite logit
+        logit = log_probs - log_probs.expm1().neg_().log_()
+        return torch.nn.functional.logsigmoid(torch.addcmul(intercept, slope, logit))

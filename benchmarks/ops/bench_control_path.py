@@ -6,7 +6,8 @@
 The draft head and the target are stand-ins that answer from tables, and their time is left out,
 as is reading logits; everything else is the production code. Medians over ``--repeats`` steps,
 one thread. With ``--config`` the file's policy decides under its own cost curve, and the last
-column is the share of a plain step; without, every policy spends 4 nodes a request.
+columns are that step's time by the curve and the share of it; without, every policy spends 4 nodes
+a request.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from vllm_echo.commit import needs_commit
 from vllm_echo.config import EchoConfig, Gate
 from vllm_echo.cost import CostCurve, Line, StepLoad
 from vllm_echo.draft import DraftBatch, Frontier
-from vllm_echo.pipeline import EchoPipeline
+from vllm_echo.pipeline import EchoPipeline, Proposal
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POLICIES = ("goodput", "echo", "dense", "static", "chain")
@@ -93,8 +94,8 @@ class TableHead:
             return tokens.contiguous(), log_probs.contiguous()
 
 
-def measure(config: EchoConfig, num_requests: int, repeats: int) -> tuple[Clock, int]:
-    """``repeats`` steps; their times, and the nodes of the last one."""
+def measure(config: EchoConfig, num_requests: int, repeats: int) -> tuple[Clock, Proposal | None]:
+    """``repeats`` equal steps; their times, and what the last one proposed."""
     clock = Clock()
     pipeline = EchoPipeline(config, num_requests, torch.device("cpu"))
     head = TableHead(num_requests, config.top_k, clock)
@@ -103,15 +104,14 @@ def measure(config: EchoConfig, num_requests: int, repeats: int) -> tuple[Clock,
     batch = DraftBatch(most, yes, ~yes, most * 0 + 99, ~yes)
     slots = torch.arange(num_requests)
     load = StepLoad(num_requests, 0, num_requests * CONTEXT)
-    num_nodes = 0
+    proposal = None
     for _ in range(WARM_UP + repeats):
         with clock.stage("draft, gate, schedule"):
             offer = pipeline.policy.offer(load)
-            trees = None
             if offer.num_nodes:
-                trees = pipeline.propose_trees(head, batch, slots, offer, load).trees
-        tokens = most.new_full((num_requests, 1), -1) if trees is None else trees.tokens
-        counts = most * 0 if trees is None else trees.num_nodes
+                proposal = pipeline.propose_trees(head, batch, slots, offer, load)
+        tokens = proposal.trees.tokens if proposal else most.new_full((num_requests, 1), -1)
+        counts = proposal.trees.num_nodes if proposal else most * 0
         with clock.stage("pack"):
             tree = pipeline.pack_step(slots, tokens, counts)
         # The target agrees with the first child of every row.
@@ -120,19 +120,33 @@ def measure(config: EchoConfig, num_requests: int, repeats: int) -> tuple[Clock,
             paths = accept_given(tree, answers)
         with clock.stage("commit"):
             needs_commit(paths)
-        num_nodes = tree.num_nodes
-    return clock, num_nodes
+    return clock, proposal
+
+
+def step_ms(curve: CostCurve, requests: int, proposal: Proposal | None) -> float:
+    """The whole step by the curve: decoding, drafting, and verifying what was drafted."""
+    load = StepLoad(requests, 0, requests * CONTEXT)
+    plain = curve.plain_ms(load)
+    if proposal is None:
+        return plain
+    growth, layer = proposal.growth, curve.layer
+    drafting = curve.catch_up(requests) + curve.roots(requests)
+    drafting += layer.fixed * growth.num_forwards + layer.each * growth.num_expanded
+    nodes = curve.nodes_ms(load, int(proposal.trees.num_nodes.sum()))
+    return plain + drafting + curve.control.fixed + nodes
 
 
 def report(
     name: str, config: EchoConfig, requests: int, repeats: int, curve: CostCurve | None
 ) -> str:
-    clock, num_nodes = measure(config, requests, repeats)
+    clock, proposal = measure(config, requests, repeats)
     times = [clock.microseconds(stage) for stage in STAGES]
-    cells = [name, requests, num_nodes, *(f"{t:.0f}" for t in times), f"{sum(times):.0f}"]
+    layers = 1 + proposal.growth.num_forwards if proposal else 0
+    nodes = int(proposal.trees.num_nodes.sum()) if proposal else 0
+    cells = [name, requests, layers, nodes, *(f"{t:.0f}" for t in times), f"{sum(times):.0f}"]
     if curve is not None:
-        step_us = 1000 * curve.plain_ms(StepLoad(requests, 0, requests * CONTEXT))
-        cells.append(f"{100 * sum(times) / step_us:.1f} %")
+        step = step_ms(curve, requests, proposal)
+        cells += [f"{step:.1f}", f"{sum(times) / step / 10:.1f} %"]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
@@ -143,9 +157,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ["policy", "requests", "nodes", *(f"{stage}, us" for stage in STAGES), "sum, us"]
+    columns = [
+        "policy",
+        "requests",
+        "layers",
+        "nodes",
+        *(f"{stage}, us" for stage in STAGES),
+        "sum, us",
+    ]
     if args.config:
-        columns.append("share of a plain step")
+        columns += ["step, ms", "share"]
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
     if args.config:

@@ -40,9 +40,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
     const Tensor& tokens, const Tensor& scores, const Tensor& requests, const Tensor& own_bits,
     int64_t top_k, std::optional<Tensor> previous_requests, std::optional<Tensor> ancestors);
 
-Tensor score_children(const Tensor& log_probs, const Tensor& sampled, const Tensor& curves,
-                      int64_t depth);
-
 std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parents,
                                       const Tensor& depths, const Tensor& num_nodes,
                                       const Tensor& slots, const Tensor& scheduled,

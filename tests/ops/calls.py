@@ -78,14 +78,6 @@ def frontier_arguments() -> dict[str, torch.Tensor]:
     }
 
 
-def score_arguments() -> dict[str, torch.Tensor]:
-    return {
-        "log_probs": torch.tensor([[[-0.5, -2.0]], [[-1.0, -torch.inf]]]),
-        "sampled": torch.tensor([True, False]),
-        "curves": torch.tensor([[[0.0, 1.0], [-1.0, 0.5]], [[0.5, 2.0], [-2.0, 0.25]]]),
-    }
-
-
 def read_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6], [7, 0], [8, 9]], dtype=torch.int32),
@@ -126,10 +118,6 @@ def call_frontier(arguments: dict[str, torch.Tensor]) -> None:
     ops.next_frontier(**arguments, top_k=2)
 
 
-def call_scores(arguments: dict[str, torch.Tensor]) -> None:
-    ops.score_children(**arguments, depth=2)
-
-
 def call_read(arguments: dict[str, torch.Tensor]) -> None:
     ops.read_trees(**arguments)
 
@@ -142,6 +130,5 @@ OPERATORS = [
     ("rank_trees", call_rank, rank_arguments),
     ("best_paying", call_paying, paying_arguments),
     ("next_frontier", call_frontier, frontier_arguments),
-    ("score_children", call_scores, score_arguments),
     ("read_trees", call_read, read_arguments),
 ]

@@ -3,6 +3,7 @@
 output, bad words and stop strings; fp32, in chat format."""
 
 import json
+from collections import defaultdict
 
 import pytest
 from vllm import SamplingParams
@@ -105,6 +106,67 @@ def test_structured_output_alone_accepts_its_chains(plain: Engine, echo: Engine)
     both(plain, echo, params)
     assert echo.record.accepted > 0
     assert echo.record.non_first_siblings == 0
+
+
+def decisions(
+    echo: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[int, ...], list]:
+    """By prompt, what every step gave the request: its tree, its layers, whether a gate cut it."""
+    runner, found = echo.runner, defaultdict(list)
+    propose = runner.pipeline.propose_trees
+
+    def watched(head, batch, slots, offer, load):
+        proposal = propose(head, batch, slots, offer, load)
+        trees, growth = proposal.trees, proposal.growth
+        owners = {slot: req_id for req_id, slot in runner.slots._slots.items()}
+        for i, slot in enumerate(slots.tolist()):
+            count = int(trees.num_nodes[i])
+            tree = [trees.tokens[i, :count].tolist(), trees.parents[i, :count].tolist()]
+            prompt = tuple(runner.requests[owners[slot]].prompt_token_ids)
+            found[prompt].append([*tree, int(growth.num_layers[i]), bool(growth.truncated[i])])
+        return proposal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.pipeline, "propose_trees", watched)
+        echo.generate(chats(echo), params)
+    return found
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+        {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+        {"min_tokens": 40, "frequency_penalty": 0.7},
+    ],
+    ids=["grammar", "penalties", "min_tokens"],
+)
+def test_special_requests_move_nothing_of_the_others(
+    echo: Engine, monkeypatch: pytest.MonkeyPatch, special: dict
+) -> None:
+    """Gates, trees and counts of plain requests are theirs, whatever sits beside them. Catches a
+    gate or a score that is taken over the batch, and rows of one request read for another."""
+    gates = [{"depth": 0, "threshold": 0.3}, {"depth": 2, "threshold": 0.3}]
+    before = echo.runner.pipeline.config.to_dict()
+    echo.runner.set_options({"gates": gates, "k_max": 64})
+    usual = [SamplingParams(temperature=0, max_tokens=48) for _ in QUESTIONS]
+    mixed = [
+        SamplingParams(temperature=0, max_tokens=48, **(special if i % 2 else {})) for i in range(8)
+    ]
+    try:
+        echo.record.clear()
+        alone = decisions(echo, usual, monkeypatch)
+        beside = decisions(echo, mixed, monkeypatch)
+        echo.record.require_tree_acceptance()
+    finally:
+        echo.runner.set_options(before)
+    prompts = [tuple(chat) for chat in chats(echo)]
+    for prompt in prompts[::2]:
+        assert alone[prompt] == beside[prompt]
+        cut = [truncated for *_, truncated in alone[prompt]]
+        assert any(cut)
+        assert not all(cut)
+    assert any(alone[prompt] != beside[prompt] for prompt in prompts[1::2]), "nothing was special"
 
 
 def test_bad_words_and_stop_strings(plain: Engine, echo: Engine) -> None:
