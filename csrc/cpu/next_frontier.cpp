@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../include/next_frontier.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "checks.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {
-
-Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
-  const std::vector<int64_t> sizes(shape);
-  return torch::stable::new_empty(like, sizes, dtype);
-}
-
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
 
 void require_int64(const Tensor& tensor, const char* what, int64_t num_dims) {
   require_tensor(tensor, what, ScalarType::Long, "int64", num_dims);

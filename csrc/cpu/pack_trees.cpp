@@ -1,27 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../include/pack_trees.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 #include "checks.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
-namespace {
-
-Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
-  const std::vector<int64_t> sizes(shape);
-  return torch::stable::new_empty(like, sizes, dtype);
-}
-
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
                                                                       const Tensor& parents,

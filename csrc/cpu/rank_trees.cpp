@@ -1,28 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../include/rank_trees.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "checks.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {
-
-Tensor new_table(const Tensor& like, int64_t num_rows, int64_t num_columns, ScalarType dtype) {
-  const std::vector<int64_t> sizes{num_rows, num_columns};
-  return torch::stable::new_empty(like, sizes, dtype);
-}
-
-// One row of a table.
-template <typename T>
-T* row_of(const Tensor& table, int64_t row) {
-  return static_cast<T*>(table.data_ptr()) + row * table.stride(0);
-}
 
 void rank_row(const float* scores, std::vector<uint64_t>& keys) {
   for (size_t c = 0; c < keys.size(); ++c) {
@@ -55,10 +43,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, cons
           "rank_trees: tokens must have fewer columns, got ", num_candidates);
 
   const int64_t num_kept = std::min(max_nodes, num_candidates);
-  Tensor out_tokens = new_table(tokens, num_requests, num_kept, ScalarType::Int);
-  Tensor out_parents = new_table(tokens, num_requests, num_kept, ScalarType::Int);
-  Tensor out_depths = new_table(tokens, num_requests, num_kept, ScalarType::Int);
-  Tensor out_scores = new_table(tokens, num_requests, num_kept, ScalarType::Float);
+  Tensor out_tokens = new_tensor(tokens, {num_requests, num_kept}, ScalarType::Int);
+  Tensor out_parents = new_tensor(tokens, {num_requests, num_kept}, ScalarType::Int);
+  Tensor out_depths = new_tensor(tokens, {num_requests, num_kept}, ScalarType::Int);
+  Tensor out_scores = new_tensor(tokens, {num_requests, num_kept}, ScalarType::Float);
   std::vector<uint64_t> keys(num_candidates);
   std::vector<int32_t> places(num_candidates);
   for (int64_t r = 0; r < num_requests; ++r) {

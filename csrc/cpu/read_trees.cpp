@@ -5,16 +5,9 @@
 
 #include "checks.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
-namespace {
-
-template <typename T>
-T* row_of(const Tensor& table, int64_t row) {
-  return static_cast<T*>(table.data_ptr()) + row * table.stride(0);
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parents,
                                       const Tensor& depths, const Tensor& num_nodes,
