@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from tests.ops.calls import (
     ATTENTION_NAMES,
@@ -146,46 +147,46 @@ def test_attention_passes_opcheck() -> None:
     arguments["out"].zero_()  # NaN is not equal to itself
     positional = [arguments[name] for name in ATTENTION_NAMES]
     op = torch.ops.vllm_echo.tree_attention.default
-    torch.library.opcheck(op, (*positional, 0.2, 0.0, arguments["out"]))
+    opcheck(op, (*positional, 0.2, 0.0, arguments["out"]))
 
 
 def test_commit_passes_opcheck() -> None:
     caches = [torch.randn(1, 2, 16, 32) for _ in range(2)]
     op = torch.ops.vllm_echo.commit_kv.default
-    torch.library.opcheck(op, (caches, *commit_arguments().values()))
+    opcheck(op, (caches, *commit_arguments().values()))
 
 
 def test_accept_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.accept_paths.default
-    torch.library.opcheck(op, tuple(accept_arguments().values()))
+    opcheck(op, tuple(accept_arguments().values()))
 
 
 def test_pack_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.pack_trees.default
-    torch.library.opcheck(op, tuple(pack_arguments().values()))
+    opcheck(op, tuple(pack_arguments().values()))
 
 
 def test_rank_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.rank_trees.default
     for max_nodes in (2, 5):
-        torch.library.opcheck(op, (*rank_arguments().values(), max_nodes))
+        opcheck(op, (*rank_arguments().values(), max_nodes))
 
 
 def test_paying_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.best_paying.default
-    torch.library.opcheck(op, (*paying_arguments().values(), 2, 20.0))
+    opcheck(op, (*paying_arguments().values(), 2, 20.0))
 
 
 def test_frontier_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.next_frontier.default
     *layer, previous, ancestors = frontier_arguments().values()
     for above in ((None, None), (previous, ancestors)):
-        torch.library.opcheck(op, (*layer, 2, *above))
+        opcheck(op, (*layer, 2, *above))
 
 
 def test_read_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.read_trees.default
-    torch.library.opcheck(op, tuple(read_arguments().values()))
+    opcheck(op, tuple(read_arguments().values()))
 
 
 def test_build_info_names_what_doctor_prints() -> None:
