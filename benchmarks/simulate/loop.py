@@ -164,8 +164,9 @@ def _speculate(
 ) -> torch.Tensor:
     """Draft and verify; fills ``step`` in, and returns the accepted lengths [R] int32."""
     accepted = torch.zeros(rows.shape[0], dtype=torch.int32)
-    batch = _draft_batch(recorded, rows, decide.config.num_speculative_tokens)
-    drafting = (batch.max_nodes > 0).nonzero().flatten()
+    positions = torch.from_numpy(recorded.trace.positions)[rows]
+    tokens_left = (recorded.max_tokens - positions - 1).clamp(min=0).to(torch.int32)
+    drafting = tokens_left.nonzero().flatten()
     if not drafting.numel():
         return accepted
     offer = decide.policy.offer(load)
@@ -173,7 +174,8 @@ def _speculate(
     if offer.num_nodes == 0:
         return accepted
     head = ReplayHead(recorded, rows[drafting])
-    trees = decide.propose_trees(head, batch.of(drafting), drafting, offer, load).trees
+    batch = _draft_batch(tokens_left[drafting], decide.config.num_speculative_tokens)
+    trees = decide.propose_trees(head, batch, drafting, offer, load).trees
     step.num_drafting = drafting.numel()
     step.forwards = head.forwards
     step.num_unrecorded = head.num_unrecorded
@@ -182,16 +184,15 @@ def _speculate(
     return accepted
 
 
-def _draft_batch(recorded: RecordedTrees, rows: torch.Tensor, num_nodes: int) -> DraftBatch:
-    """As an engine fills it in for greedy requests with ``max_tokens`` and room enough."""
-    positions = torch.from_numpy(recorded.trace.positions)[rows]
-    max_depths = (recorded.max_tokens - positions - 1).clamp(min=0, max=num_nodes)
-    no = torch.zeros(rows.shape[0], dtype=torch.bool)
+def _draft_batch(tokens_left: torch.Tensor, num_nodes: int) -> DraftBatch:
+    """As an engine fills it in for greedy requests that may emit ``tokens_left`` [R] more after
+    the next one, and have room enough."""
+    no = torch.zeros(tokens_left.shape[0], dtype=torch.bool)
     return DraftBatch(
-        max_nodes=((max_depths > 0) * num_nodes).to(torch.int32),
+        max_nodes=torch.full_like(tokens_left, num_nodes),
         can_expand=~no,
         chain_only=no,
-        max_depths=max_depths.to(torch.int32),
+        max_depths=tokens_left.clamp(max=num_nodes),
         sampled=no,
     )
 
