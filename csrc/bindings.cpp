@@ -21,6 +21,9 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
       "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
   m.def(
+      "accept_greedy(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
+      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
+  m.def(
       "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes) -> "
       "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
       "Tensor ancestors, Tensor is_chain)");
@@ -46,6 +49,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("commit_kv", TORCH_BOX(&vllm_echo::cpu::commit_kv));
   m.impl("pack_trees", TORCH_BOX(&vllm_echo::cpu::pack_trees));
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
+  m.impl("accept_greedy", TORCH_BOX(&vllm_echo::cpu::accept_greedy));
   m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
   m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
   m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));

@@ -22,10 +22,12 @@ SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def accept_given(tree: SuperTree, target_tokens: torch.Tensor) -> AcceptedPaths:
     """Walk with ``target_tokens`` [T]: the target's next token at every row, known already."""
-    tokens, rows, num_accepted = ops.accept_paths(
-        target_tokens, tree.cu_rows, tree.tokens, tree.parents
-    )
-    return AcceptedPaths(tokens, rows, num_accepted)
+    return AcceptedPaths(*ops.accept_paths(target_tokens, tree.cu_rows, tree.tokens, tree.parents))
+
+
+def accept_greedy(tree: SuperTree, logits: torch.Tensor) -> AcceptedPaths:
+    """Walk along the most likely tokens of ``logits`` [T, V], looking at visited rows only."""
+    return AcceptedPaths(*ops.accept_greedy(logits, tree.cu_rows, tree.tokens, tree.parents))
 
 
 def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:

@@ -123,6 +123,21 @@ def accept_paths(
     return _call("accept_paths", target_tokens, cu_rows, tokens, parents)
 
 
+def accept_greedy(
+    logits: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``accept_paths`` with the most likely token of every row that a walk visits.
+
+    Ties go to the lowest token, and a NaN counts as largest, as in ``torch.argmax``. Rows that no
+    walk visits are not read.
+
+    Args:
+        logits: [T, V] float32, bfloat16 or float16, V at least 1; V contiguous.
+        cu_rows, tokens, parents: as for ``accept_paths``, and so are the results.
+    """
+    return _call("accept_greedy", logits, cu_rows, tokens, parents)
+
+
 def pack_trees(
     tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:

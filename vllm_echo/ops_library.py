@@ -2,6 +2,7 @@
 """Loads the compiled operators, and tells torch.compile about them; ``ops`` is how to call them."""
 
 import importlib
+from functools import partial
 
 import torch
 
@@ -38,11 +39,14 @@ def _(*arguments: object) -> None:
     require_cpu("commit_kv", arguments)
 
 
-@torch.library.register_fake("vllm_echo::accept_paths")
-def _(
-    target_tokens: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+def _fake_accept(
+    op: str,
+    target: torch.Tensor,
+    cu_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    require_cpu("accept_paths", (target_tokens, cu_rows, tokens, parents))
+    require_cpu(op, (target, cu_rows, tokens, parents))
     num_requests = cu_rows.shape[0] - 1
     num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree: known at run time
     return (
@@ -50,6 +54,10 @@ def _(
         tokens.new_empty(num_requests, num_nodes),
         tokens.new_empty(num_requests),
     )
+
+
+torch.library.register_fake("vllm_echo::accept_paths")(partial(_fake_accept, "accept_paths"))
+torch.library.register_fake("vllm_echo::accept_greedy")(partial(_fake_accept, "accept_greedy"))
 
 
 @torch.library.register_fake("vllm_echo::pack_trees")

@@ -6,6 +6,8 @@ order; ancestors as bits, so that a row's mask is one or a few words and its len
 independent of the context's.
 """
 
+from functools import lru_cache
+
 import torch
 
 from vllm_echo import ops
@@ -18,8 +20,9 @@ def pack_trees(trees: DraftTrees) -> SuperTree:
     return SuperTree(*ops.pack_trees(trees.tokens, trees.parents, trees.depths, num_nodes))
 
 
+@lru_cache(maxsize=512)
 def pack_roots(num_requests: int, device: torch.device) -> SuperTree:
-    """The super-tree of a step without candidates: R roots."""
+    """The super-tree of a step without candidates: R roots. Nobody may write to it."""
     zeros = torch.zeros(num_requests, dtype=torch.int32, device=device)
     return SuperTree(
         cu_rows=torch.arange(num_requests + 1, dtype=torch.int32, device=device),

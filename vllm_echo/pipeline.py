@@ -20,7 +20,7 @@ from vllm_echo.budget import Offer
 from vllm_echo.config import EchoConfig
 from vllm_echo.cost import StepLoad
 from vllm_echo.draft import DraftBatch, DraftHead, grow_trees
-from vllm_echo.pack import pack_roots, pack_trees
+from vllm_echo.pack import pack_trees
 from vllm_echo.policies import Growth, make_policy
 from vllm_echo.schedule import rank_candidates, take_leading
 from vllm_echo.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
@@ -70,6 +70,4 @@ class EchoPipeline:
         self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor
     ) -> SuperTree:
         """The super-tree of what the engine scheduled: ``TreeTable.read``, packed."""
-        if not bool(num_scheduled.any()):
-            return pack_roots(num_scheduled.shape[0], num_scheduled.device)
         return pack_trees(self.table.read(slots, scheduled, num_scheduled))

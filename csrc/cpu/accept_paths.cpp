@@ -6,40 +6,70 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "floats.h"
 #include "ops.h"
+#include "simd.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {
 
-int64_t max_nodes(const int32_t* cu_rows, int64_t num_requests) {
-  int64_t nodes = 0;
-  for (int64_t r = 0; r < num_requests; ++r)
-    nodes = std::max<int64_t>(nodes, cu_rows[r + 1] - cu_rows[r] - 1);
-  return nodes;
-}
-
-Tensor new_filled_int32(const Tensor& like, std::initializer_list<int64_t> shape, int32_t value) {
-  const std::vector<int64_t> sizes(shape);
-  Tensor tensor = torch::stable::new_empty(like, sizes, ScalarType::Int);
-  std::fill_n(static_cast<int32_t*>(tensor.data_ptr()), tensor.numel(), value);
-  return tensor;
-}
-
-template <typename Token>
-void walk_all(const Token* target_tokens, const int32_t* cu_rows, const int32_t* tokens,
-              const int32_t* parents, int64_t num_requests, int64_t capacity, int32_t* out_tokens,
-              int32_t* path_rows, int32_t* num_accepted) {
-  for (int64_t r = 0; r < num_requests; ++r) {
-    const int64_t first = cu_rows[r];
-    const GreedyWalk<Token> walk{target_tokens + first,
-                                 tokens + first,
-                                 parents + first,
-                                 cu_rows[r + 1] - first,
-                                 out_tokens + r * (capacity + 1),
-                                 path_rows + r * capacity};
-    num_accepted[r] = accept_path(walk);
+// The trees of a batch, checked, and room for their paths.
+class Walks {
+ public:
+  Walks(const char* op, const Tensor& cu_rows, const Tensor& tokens, const Tensor& parents,
+        int64_t num_rows)
+      : tokens_(tokens), parents_(parents) {
+    const std::string name = op;
+    require_int32(cu_rows, (name + ": cu_rows").c_str(), 1);
+    require_int32(tokens, (name + ": tokens").c_str(), 1);
+    require_int32(parents, (name + ": parents").c_str(), 1);
+    require_size(tokens, (name + ": tokens").c_str(), 0, num_rows);
+    require_size(parents, (name + ": parents").c_str(), 0, num_rows);
+    require_prefix_sums(cu_rows, (name + ": cu_rows").c_str(), num_rows);
+    num_requests_ = cu_rows.size(0) - 1;
+    rows_ = const_data<int32_t>(cu_rows);
+    for (int64_t r = 0; r < num_requests_; ++r)
+      capacity_ = std::max<int64_t>(capacity_, rows_[r + 1] - rows_[r] - 1);
+    out_tokens_ = filled({num_requests_, capacity_ + 1}, -1);
+    path_rows_ = filled({num_requests_, capacity_}, -1);
+    num_accepted_ = filled({num_requests_}, 0);
   }
-}
+
+  int64_t num_requests() const { return num_requests_; }
+
+  // `target(row)` takes a row of the whole batch.
+  template <typename Target>
+  void walk(int64_t request, const Target& target) const {
+    const int64_t first = rows_[request];
+    const auto local = [&](int64_t row) { return target(first + row); };
+    const GreedyWalk<decltype(local)> walk{local,
+                                           data<int32_t>(tokens_) + first,
+                                           data<int32_t>(parents_) + first,
+                                           rows_[request + 1] - first,
+                                           data<int32_t>(out_tokens_) + request * (capacity_ + 1),
+                                           data<int32_t>(path_rows_) + request * capacity_};
+    data<int32_t>(num_accepted_)[request] = accept_path(walk);
+  }
+
+  std::tuple<Tensor, Tensor, Tensor> results() const {
+    return {out_tokens_, path_rows_, num_accepted_};
+  }
+
+ private:
+  Tensor filled(std::initializer_list<int64_t> shape, int32_t value) const {
+    Tensor tensor = new_tensor(tokens_, shape, ScalarType::Int);
+    std::fill_n(data<int32_t>(tensor), tensor.numel(), value);
+    return tensor;
+  }
+
+  const Tensor& tokens_;
+  const Tensor& parents_;
+  int64_t num_requests_ = 0;
+  const int32_t* rows_ = nullptr;
+  int64_t capacity_ = 0;
+  Tensor out_tokens_, path_rows_, num_accepted_;
+};
 
 }  // namespace
 
@@ -48,32 +78,35 @@ std::tuple<Tensor, Tensor, Tensor> accept_paths(const Tensor& target_tokens, con
   const bool wide = target_tokens.scalar_type() == ScalarType::Long;
   require_tensor(target_tokens, "accept_paths: target_tokens",
                  wide ? ScalarType::Long : ScalarType::Int, "int64 or int32", 1);
-  require_int32(cu_rows, "accept_paths: cu_rows", 1);
-  require_int32(tokens, "accept_paths: tokens", 1);
-  require_int32(parents, "accept_paths: parents", 1);
-  const int64_t num_rows = target_tokens.size(0);
-  require_size(tokens, "accept_paths: tokens", 0, num_rows);
-  require_size(parents, "accept_paths: parents", 0, num_rows);
-  require_prefix_sums(cu_rows, "accept_paths: cu_rows", num_rows);
-
-  const int64_t num_requests = cu_rows.size(0) - 1;
-  const int32_t* rows = const_data<int32_t>(cu_rows);
-  const int64_t capacity = max_nodes(rows, num_requests);
-  Tensor out_tokens = new_filled_int32(tokens, {num_requests, capacity + 1}, -1);
-  Tensor path_rows = new_filled_int32(tokens, {num_requests, capacity}, -1);
-  Tensor num_accepted = new_filled_int32(tokens, {num_requests}, 0);
-  const auto walk = [&](const auto* targets) {
-    walk_all(targets, rows, const_data<int32_t>(tokens), const_data<int32_t>(parents), num_requests,
-             capacity, static_cast<int32_t*>(out_tokens.data_ptr()),
-             static_cast<int32_t*>(path_rows.data_ptr()),
-             static_cast<int32_t*>(num_accepted.data_ptr()));
+  const Walks walks("accept_paths", cu_rows, tokens, parents, target_tokens.size(0));
+  const auto walk_all = [&](const auto* targets) {
+    const auto target = [targets](int64_t row) { return static_cast<int64_t>(targets[row]); };
+    for (int64_t r = 0; r < walks.num_requests(); ++r) walks.walk(r, target);
   };
   if (wide) {
-    walk(const_data<int64_t>(target_tokens));
+    walk_all(const_data<int64_t>(target_tokens));
   } else {
-    walk(const_data<int32_t>(target_tokens));
+    walk_all(const_data<int32_t>(target_tokens));
   }
-  return {out_tokens, path_rows, num_accepted};
+  return walks.results();
+}
+
+std::tuple<Tensor, Tensor, Tensor> accept_greedy(const Tensor& logits, const Tensor& cu_rows,
+                                                 const Tensor& tokens, const Tensor& parents) {
+  const FloatName dtype = float_of(logits, "accept_greedy: logits");
+  require_tensor(logits, "accept_greedy: logits", dtype.dtype, dtype.name, 2);
+  const int64_t vocab = logits.size(1);
+  require(vocab > 0 && vocab <= INT32_MAX,
+          "accept_greedy: logits must have 1 to 2^31 - 1 columns, got ", vocab);
+  const Walks walks("accept_greedy", cu_rows, tokens, parents, logits.size(0));
+  const ArgmaxKernel argmax = argmax_kernel(simd_level());
+  const char* first = const_data<char>(logits);
+  const int64_t stride = logits.stride(0) * dtype.size;
+  const auto target = [&](int64_t row) { return argmax(first + row * stride, vocab, dtype.type); };
+  torch::stable::parallel_for(0, walks.num_requests(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) walks.walk(r, target);
+  });
+  return walks.results();
 }
 
 }  // namespace vllm_echo::cpu

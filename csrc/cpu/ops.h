@@ -24,6 +24,9 @@ void commit_kv(std::vector<Tensor> kv_caches, const Tensor& block_table, const T
 std::tuple<Tensor, Tensor, Tensor> accept_paths(const Tensor& target_tokens, const Tensor& cu_rows,
                                                 const Tensor& tokens, const Tensor& parents);
 
+std::tuple<Tensor, Tensor, Tensor> accept_greedy(const Tensor& logits, const Tensor& cu_rows,
+                                                 const Tensor& tokens, const Tensor& parents);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
                                                                       const Tensor& parents,
                                                                       const Tensor& depths,

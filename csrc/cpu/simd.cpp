@@ -12,7 +12,7 @@ SimdLevel best_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  // Every CPU with AVX2 has F16C. The AVX-512 levels are those tree_attention_avx512.cpp names.
+  // Every CPU with AVX2 has F16C. The AVX-512 levels are those simd_avx512.cpp names.
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     return SimdLevel::kAvx512;
@@ -62,6 +62,15 @@ TileKernel tile_kernel(SimdLevel level) {
 #endif
   (void)level;
   return portable::tree_attention_tile;
+}
+
+ArgmaxKernel argmax_kernel(SimdLevel level) {
+#if defined(__x86_64__)
+  if (level == SimdLevel::kAvx512) return avx512::argmax_row;
+  if (level == SimdLevel::kAvx2) return avx2::argmax_row;
+#endif
+  (void)level;
+  return portable::argmax_row;
 }
 
 }  // namespace vllm_echo

@@ -8,11 +8,15 @@ namespace vllm_echo {
 
 enum class SimdLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
-enum class KvType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 // One tile of tree attention. `scratch` is 64-byte aligned and holds `tile_scratch_floats` floats.
-using TileKernel = void (*)(const TreeAttentionParams&, const AttentionTile&, KvType,
+using TileKernel = void (*)(const TreeAttentionParams&, const AttentionTile&, FloatType,
                             float* scratch);
+
+// Index of the largest of `size` values. Of equals the first; a NaN counts as largest, as in
+// torch.argmax. 0 if there are none.
+using ArgmaxKernel = int64_t (*)(const void* row, int64_t size, FloatType);
 
 // Slots that one step of the online softmax covers. A multiple of 64.
 constexpr int64_t kSlotsPerStep = 128;
@@ -32,17 +36,24 @@ const char* simd_level_name(SimdLevel level);
 void set_simd_level(const char* name);
 
 TileKernel tile_kernel(SimdLevel level);
+ArgmaxKernel argmax_kernel(SimdLevel level);
 
 namespace portable {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
-}
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
+                         float* scratch);
+int64_t argmax_row(const void*, int64_t, FloatType);
+}  // namespace portable
 #if defined(__x86_64__)
 namespace avx2 {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
-}
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
+                         float* scratch);
+int64_t argmax_row(const void*, int64_t, FloatType);
+}  // namespace avx2
 namespace avx512 {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, KvType, float* scratch);
-}
+void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
+                         float* scratch);
+int64_t argmax_row(const void*, int64_t, FloatType);
+}  // namespace avx512
 #endif
 
 }  // namespace vllm_echo

@@ -11,6 +11,7 @@
 
 #include "../include/tree_mask.h"
 #include "checks.h"
+#include "floats.h"
 #include "ops.h"
 #include "simd.h"
 
@@ -23,23 +24,6 @@ constexpr int64_t kQueriesPerTile = 48;
 constexpr int64_t kWorkPerThread = 1 << 17;
 constexpr int64_t kCacheLine = 64;
 
-struct DtypeName {
-  ScalarType dtype;
-  KvType type;
-  const char* name;
-};
-constexpr DtypeName kDtypes[] = {{ScalarType::Float, KvType::kFloat32, "float32"},
-                                 {ScalarType::BFloat16, KvType::kBfloat16, "bfloat16"},
-                                 {ScalarType::Half, KvType::kFloat16, "float16"}};
-
-DtypeName dtype_of(const Tensor& query) {
-  for (const DtypeName& entry : kDtypes) {
-    if (entry.dtype == query.scalar_type()) return entry;
-  }
-  require(false, "tree_attention: query must have dtype float32, bfloat16 or float16");
-  return kDtypes[0];
-}
-
 void require_same_shape(const Tensor& tensor, const char* what, const Tensor& like) {
   for (int64_t dim = 0; dim < like.dim(); ++dim) require_size(tensor, what, dim, like.size(dim));
 }
@@ -48,7 +32,7 @@ void require_same_shape(const Tensor& tensor, const char* what, const Tensor& li
 void require_inputs(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                     const Tensor& block_table, const Tensor& cu_rows, const Tensor& context_lens,
                     const Tensor& mask, const Tensor& out) {
-  const DtypeName dtype = dtype_of(query);
+  const FloatName dtype = float_of(query, "tree_attention: query");
   require_tensor(query, "tree_attention: query", dtype.dtype, dtype.name, 3);
   require_tensor(out, "tree_attention: out", dtype.dtype, dtype.name, 3);
   require_tensor(key_cache, "tree_attention: key_cache", dtype.dtype, dtype.name, 4);
@@ -172,8 +156,8 @@ std::vector<AttentionTile> make_tiles(const TreeAttentionParams& p, int64_t num_
 
 // Threads take the next tile when they are free: requests differ in length, so an even split would
 // leave some idle.
-void run_tiles(const TreeAttentionParams& p, const std::vector<AttentionTile>& tiles, KvType type,
-               int64_t num_threads) {
+void run_tiles(const TreeAttentionParams& p, const std::vector<AttentionTile>& tiles,
+               FloatType type, int64_t num_threads) {
   int64_t max_rows = 0;
   for (const AttentionTile& tile : tiles) max_rows = std::max(max_rows, tile.num_rows);
   const int64_t floats =
@@ -209,7 +193,8 @@ void tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor& 
   const int64_t useful_threads = work / kWorkPerThread + 1;
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), useful_threads);
   const std::vector<AttentionTile> tiles = make_tiles(p, threads);
-  run_tiles(p, tiles, dtype_of(query).type, std::min<int64_t>(threads, tiles.size()));
+  run_tiles(p, tiles, float_of(query, "tree_attention: query").type,
+            std::min<int64_t>(threads, tiles.size()));
 }
 
 }  // namespace vllm_echo::cpu

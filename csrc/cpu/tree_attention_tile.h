@@ -281,14 +281,14 @@ void run_tile(const TreeAttentionParams& p, const AttentionTile& tile, float* sc
 
 }  // namespace
 
-void tree_attention_tile(const TreeAttentionParams& p, const AttentionTile& tile, KvType type,
+void tree_attention_tile(const TreeAttentionParams& p, const AttentionTile& tile, FloatType type,
                          float* scratch) {
   switch (type) {
-    case KvType::kFloat32:
+    case FloatType::kFloat32:
       return run_tile<float>(p, tile, scratch);
-    case KvType::kBfloat16:
+    case FloatType::kBfloat16:
       return run_tile<Bf16>(p, tile, scratch);
-    case KvType::kFloat16:
+    case FloatType::kFloat16:
       return run_tile<Fp16>(p, tile, scratch);
   }
 }

@@ -9,12 +9,13 @@
 namespace vllm_echo {
 
 // One request. All pointers are at the request's own first row; rows are local to it.
-template <typename Token>
+// `target(row)` is the target's next token after a row; it is asked for visited rows only.
+template <typename Target>
 struct GreedyWalk {
-  const Token* target_tokens;  // [num_rows] the target's next token after each row
-  const int32_t* tokens;       // [num_rows] the token a node carries (entry of the root ignored)
-  const int32_t* parents;      // [num_rows] -1 for the root, else a smaller row
-  int64_t num_rows;            // root and nodes; 0: nothing to do
+  Target target;
+  const int32_t* tokens;   // [num_rows] the token a node carries (entry of the root ignored)
+  const int32_t* parents;  // [num_rows] -1 for the root, else a smaller row
+  int64_t num_rows;        // root and nodes; 0: nothing to do
   int32_t*
       out_tokens;  // [capacity + 1], prefilled with -1: accepted tokens, then the target's last one
   int32_t* path_rows;  // [capacity], prefilled with -1: rows of the accepted nodes
@@ -31,21 +32,23 @@ ECHO_HD bool parents_are_valid(const int32_t* parents, int64_t num_rows) {
 // Returns the number of accepted nodes. One pass: children lie behind their parent, so the scan
 // never turns back. Among siblings with the same token the first wins. A negative token never
 // matches (it is padding).
-template <typename Token>
-ECHO_HD int32_t accept_path(const GreedyWalk<Token>& walk) {
+template <typename Target>
+ECHO_HD int32_t accept_path(const GreedyWalk<Target>& walk) {
   if (walk.num_rows == 0) return 0;
   int32_t accepted = 0;
   int64_t current = 0;
+  int64_t target = walk.target(0);
   const int64_t end = parents_are_valid(walk.parents, walk.num_rows) ? walk.num_rows : 0;
   for (int64_t row = 1; row < end; ++row) {
-    const bool matches = walk.tokens[row] >= 0 && walk.tokens[row] == walk.target_tokens[current];
+    const bool matches = walk.tokens[row] >= 0 && walk.tokens[row] == target;
     if (walk.parents[row] != current || !matches) continue;
     walk.out_tokens[accepted] = walk.tokens[row];
     walk.path_rows[accepted] = static_cast<int32_t>(row);
     ++accepted;
     current = row;
+    target = walk.target(row);
   }
-  walk.out_tokens[accepted] = static_cast<int32_t>(walk.target_tokens[current]);
+  walk.out_tokens[accepted] = static_cast<int32_t>(target);
   return accepted;
 }
 

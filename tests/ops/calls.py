@@ -41,6 +41,12 @@ def accept_arguments() -> dict[str, torch.Tensor]:
     }
 
 
+def greedy_arguments() -> dict[str, torch.Tensor]:
+    trees = accept_arguments()
+    del trees["target_tokens"]
+    return {"logits": torch.eye(3, 40), **trees}
+
+
 def pack_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6], [7, 0]], dtype=torch.int32),
@@ -102,6 +108,10 @@ def call_accept(arguments: dict[str, torch.Tensor]) -> None:
     ops.accept_paths(**arguments)
 
 
+def call_greedy(arguments: dict[str, torch.Tensor]) -> None:
+    ops.accept_greedy(**arguments)
+
+
 def call_pack(arguments: dict[str, torch.Tensor]) -> None:
     ops.pack_trees(**arguments)
 
@@ -126,6 +136,7 @@ OPERATORS = [
     ("tree_attention", call_attention, attention_arguments),
     ("commit_kv", call_commit, commit_arguments),
     ("accept_paths", call_accept, accept_arguments),
+    ("accept_greedy", call_greedy, greedy_arguments),
     ("pack_trees", call_pack, pack_arguments),
     ("rank_trees", call_rank, rank_arguments),
     ("best_paying", call_paying, paying_arguments),

@@ -17,6 +17,7 @@ from tests.ops.calls import (
     call_attention,
     commit_arguments,
     frontier_arguments,
+    greedy_arguments,
     pack_arguments,
     paying_arguments,
     rank_arguments,
@@ -159,6 +160,11 @@ def test_commit_passes_opcheck() -> None:
 def test_accept_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.accept_paths.default
     opcheck(op, tuple(accept_arguments().values()))
+
+
+def test_greedy_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.accept_greedy.default
+    opcheck(op, tuple(greedy_arguments().values()))
 
 
 def test_pack_passes_opcheck() -> None:

@@ -46,3 +46,10 @@ def accept_paths(
         path_rows[r, : len(path)] = torch.tensor(path, dtype=torch.int32)
         num_accepted[r] = len(path)
     return out_tokens, path_rows, num_accepted
+
+
+def accept_greedy(
+    logits: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``ops.accept_greedy`` returns."""
+    return accept_paths(logits.float().argmax(dim=-1), cu_rows, tokens, parents)

@@ -7,66 +7,16 @@ from dataclasses import dataclass
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
-from vllm.model_executor.models.llama_eagle3 import LlamaModel
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_echo.draft import Frontier
 from vllm_echo.errors import EchoError
 from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
-
-logger = init_logger(__name__)
+from vllm_echo.integration.cpu.kv_writer import CHUNK, KvWriter
 
 SPLIT_FROM = 16
 """Rows that nobody drafts from are worth a pass of their own when there are this many."""
-CHUNK = 512
-"""Rows of prompts are taken in chunks: temporaries of thousands of rows are too large for the
-allocator to keep, and getting them from the kernel each time takes twice the work's own time."""
-
-
-class KvWriter:
-    """The draft KV of rows without the rest of the head.
-
-    In a head of one decoder layer a row's key and value depend on its own inputs only, so
-    attention, MLP and output layer can be left out where nobody reads their result.
-    """
-
-    def __init__(self, model: LlamaModel):
-        self._model = model
-        self._layer = model.layers[0]
-
-    @classmethod
-    def of(cls, head: torch.nn.Module) -> "KvWriter | None":
-        """None for heads of another make: they run as a whole (said at start-up)."""
-        model = getattr(head, "model", None)
-        if not isinstance(model, LlamaModel) or len(model.layers) != 1:
-            logger.info(
-                "ECHO: the head %s is no single Llama layer; catch-up runs all of it for every row",
-                type(head).__name__,
-            )
-            return None
-        return cls(model)
-
-    def write(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        """``token_ids``, ``positions``, ``slots`` [M], ``hidden`` [M, H] (combined states)."""
-        layer, attention = self._layer, self._layer.self_attn
-        embeds = layer.input_layernorm(self._model.embed_input_ids(token_ids))
-        normed, _ = layer._residual_norm(hidden_states=hidden)
-        qkv, _ = attention.qkv_proj(torch.cat([embeds, normed], dim=-1))
-        query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], -1)
-        _, key = attention.rotary_emb(positions, query, key)
-        shape = (-1, attention.num_kv_heads, attention.head_dim)
-        inner = attention.attn
-        inner.impl.do_kv_cache_update(
-            inner, key.reshape(shape), value.reshape(shape), inner.kv_cache, slots
-        )
 
 
 @dataclass
@@ -80,6 +30,8 @@ class HeadRows:
     """[M] int32, the token after each row."""
     positions: torch.Tensor
     """[M] int64."""
+    slots: torch.Tensor
+    """[M] int64, where their KV goes in the cache."""
     cu_rows: torch.Tensor
     """[R + 1] int32."""
     block_table: torch.Tensor
@@ -127,56 +79,59 @@ class EchoDrafter(EagleProposer):
     def catch_up(
         self, rows: CatchUpRows, drafting: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the draft KV of final rows; returns (for logits, for feedback) hidden states
+        """See to the draft KV of final rows; returns (for logits, for feedback) hidden states
         at the last row of every request in ``drafting`` [A] int64, [A, H] each.
 
-        A row that nobody drafts from needs its KV only, which is less than half the work.
+        A row that nobody drafts from needs its KV only, which is less than half the work, and
+        needs it when somebody drafts again.
         """
+        writer = self.kv_writer
+        if writer is not None and not drafting.numel():
+            writer.put(
+                rows.token_ids, rows.positions, rows.slots, rows.hidden_states, rows.step_rows
+            )
+            nothing = torch.empty(0, self.hidden_size, dtype=self.dtype)
+            return nothing, nothing
         last = rows.cu_rows[1:].long() - 1
         num_others = rows.token_ids.shape[0] - drafting.shape[0]
-        hidden = self._combine(rows)
-        if self.kv_writer is None or 0 < num_others < SPLIT_FROM and drafting.numel():
-            for_logits, for_feedback = self.run_rows(rows, hidden)
+        if writer is None or num_others < SPLIT_FROM and not writer.num_waiting:
+            for_logits, for_feedback = self.run_rows(rows, self._combine(rows, rows.step_rows))
             return for_logits[last[drafting]], for_feedback[last[drafting]]
-        if num_others:
-            others = torch.ones(rows.token_ids.shape[0], dtype=torch.bool)
-            others[last[drafting]] = False
-            self._write_kv(rows, hidden, others.nonzero().flatten())
-        if not drafting.numel():
-            return hidden[:0], hidden[:0]
         roots = last[drafting]
+        others = torch.ones(rows.token_ids.shape[0], dtype=torch.bool)
+        others[roots] = False
+        chosen = others.nonzero().flatten()
+        writer.put(
+            rows.token_ids[chosen],
+            rows.positions[chosen],
+            rows.slots[chosen],
+            rows.hidden_states,
+            rows.step_rows[chosen],
+        )
+        writer.flush()
         only_roots = HeadRows(
             token_ids=rows.token_ids[roots],
             positions=rows.positions[roots],
+            slots=rows.slots[roots],
             cu_rows=torch.arange(drafting.shape[0] + 1, dtype=torch.int32),
             block_table=rows.block_table[drafting],
         )
-        return self.run_rows(only_roots, hidden[roots])
+        return self.run_rows(only_roots, self._combine(rows, rows.step_rows[roots]))
 
-    def _combine(self, rows: CatchUpRows) -> torch.Tensor:
-        """[M, H]: what the head takes for the hidden states of ``rows``."""
+    def _combine(self, rows: CatchUpRows, step_rows: torch.Tensor) -> torch.Tensor:
+        """[M, H]: what the head takes for the hidden states of ``step_rows`` [M]."""
         parts = [
             self.model.combine_hidden_states(torch.cat([h[part] for h in rows.hidden_states], -1))
-            for part in rows.step_rows.split(CHUNK)
+            for part in step_rows.split(CHUNK)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _write_kv(self, rows: CatchUpRows, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
-        assert self.kv_writer is not None
-        owner = torch.repeat_interleave(rows.cu_rows.diff().long())
-        for part in chosen.split(CHUNK):
-            positions = rows.positions[part]
-            slots = self.slot_mapping(rows.block_table, owner[part], positions)
-            self.kv_writer.write(rows.token_ids[part], positions, hidden[part], slots)
 
     def run_rows(self, rows: HeadRows, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole head over ``rows``, whose combined states are ``hidden`` [M, H]; returns
         (for logits, for feedback) of every row."""
         lens = rows.cu_rows.diff()
-        owner = torch.repeat_interleave(lens.long())
         last = rows.cu_rows[1:].long() - 1
         seq_lens = (rows.positions[last] + 1).to(torch.int32)
-        slots = self.slot_mapping(rows.block_table, owner, rows.positions)
         _, metadata = self.build_per_group_and_layer_attn_metadata(
             CommonAttentionMetadata(
                 query_start_loc=rows.cu_rows,
@@ -184,15 +139,15 @@ class EchoDrafter(EagleProposer):
                 seq_lens=seq_lens,
                 seq_lens_cpu_upper_bound=seq_lens,
                 num_reqs=lens.shape[0],
-                num_actual_tokens=owner.shape[0],
+                num_actual_tokens=rows.token_ids.shape[0],
                 max_query_len=int(lens.max()),
                 max_seq_len=int(seq_lens.max()),
                 block_table_tensor=rows.block_table,
-                slot_mapping=slots,
+                slot_mapping=rows.slots,
                 causal=True,
             )
         )
-        return self._forward(rows.token_ids, rows.positions, hidden, metadata, slots)
+        return self._forward(rows.token_ids, rows.positions, hidden, metadata, rows.slots)
 
     def expand_layer(
         self,

@@ -31,6 +31,15 @@ class DraftPlan:
     offer: Offer
 
 
+_NOBODY = DraftBatch(
+    max_nodes=torch.empty(0, dtype=torch.int32),
+    can_expand=torch.empty(0, dtype=torch.bool),
+    chain_only=torch.empty(0, dtype=torch.bool),
+    max_depths=torch.empty(0, dtype=torch.int32),
+    sampled=torch.empty(0, dtype=torch.bool),
+)
+
+
 def plan_drafts(runner: "EchoCPUModelRunner", roots: np.ndarray) -> DraftPlan:
     """``roots`` [R] int64: last final positions; the next step's root is one further, and its
     nodes' slots follow."""
@@ -44,7 +53,7 @@ def plan_drafts(runner: "EchoCPUModelRunner", roots: np.ndarray) -> DraftPlan:
     if requests.shape[0]:
         offer = runner.pipeline.policy.offer(load, int(sampled.sum()))
     if offer.num_nodes == 0:
-        requests, sampled = requests[:0], sampled[:0]
+        return DraftPlan(_NOBODY.max_nodes.long(), _NOBODY, load, offer)
     chains = [params[index].structured_outputs is not None for index in requests]
     last_slots = roots[requests] + 1 + runner.pipeline.policy.shape.num_draft_slots
     batch = DraftBatch(

@@ -166,6 +166,7 @@ def _head(runner: "EchoCPUModelRunner", rows: int) -> None:
     roots = HeadRows(
         token_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int64),
+        slots=torch.zeros(rows, dtype=torch.int64),
         cu_rows=torch.arange(rows + 1, dtype=torch.int32),
         block_table=torch.zeros(rows, 1, dtype=torch.int32),
     )

@@ -41,6 +41,7 @@ from vllm_echo.integration.cpu.planner import DraftPlan, plan_drafts
 from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
+from vllm_echo.pack import pack_roots
 from vllm_echo.pipeline import EchoPipeline, Proposal
 from vllm_echo.policies import make_recording_policy
 from vllm_echo.stats import StepStats
@@ -171,13 +172,16 @@ class EchoCPUModelRunner(CPUModelRunner):
         slot = root slot + row, position = root position + depth.
         """
         req_ids = self.input_batch.req_ids
-        slots = self.slots.of(req_ids)
         scheduled, counts = as_rows([drafts.get(req_id, []) for req_id in req_ids])
-        # A tree needs all its rows, and its root first; anything else stays a chain.
-        cut = num_scheduled_tokens != counts + 1
-        if cut.any():
-            self.pipeline.table.clear(slots[torch.from_numpy(cut)])
-        tree = self.pipeline.pack_step(slots, scheduled, torch.from_numpy(counts))
+        if counts.any():
+            slots = self.slots.of(req_ids)
+            # A tree needs all its rows, and its root first; anything else stays a chain.
+            cut = num_scheduled_tokens != counts + 1
+            if cut.any():
+                self.pipeline.table.clear(slots[torch.from_numpy(cut)])
+            tree = self.pipeline.pack_step(slots, scheduled, torch.from_numpy(counts))
+        else:
+            tree = pack_roots(len(req_ids), self.device)
         root_rows = self.query_start_loc.np[1 : len(req_ids) + 1] - counts - 1
         positions = self.positions.numpy()
         root_positions = positions[root_rows]
@@ -252,6 +256,8 @@ class EchoCPUModelRunner(CPUModelRunner):
         self, output_token_ids: torch.Tensor, scheduler_output: SchedulerOutput
     ) -> None:
         super()._update_states_after_model_execute(output_token_ids, scheduler_output)
+        if self.step.tree.num_nodes == 0:
+            return
         with self.timer.stage("commit"):
             commit_paths(
                 [layer.kv_cache for layer in self.target_layers],
@@ -289,7 +295,11 @@ class EchoCPUModelRunner(CPUModelRunner):
                 self.input_batch,
                 scheduler_output.num_scheduled_tokens,
             )
-            rows = self._catch_up_rows(next_tokens, aux_hidden_states or [hidden_states])
+            rows = self._catch_up_rows(
+                next_tokens,
+                aux_hidden_states or [hidden_states],
+                common_attn_metadata.slot_mapping,
+            )
             roots = rows.positions[rows.cu_rows[1:].long() - 1]
             plan = plan_drafts(self, roots.numpy())
             for_logits, for_feedback = self.drafter.catch_up(rows, plan.requests)
@@ -305,21 +315,35 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.timer.end_step()
         return drafts
 
-    def _catch_up_rows(self, next_tokens: torch.Tensor, hidden: list[torch.Tensor]) -> CatchUpRows:
-        """The rows that became final: everything up to the root, then the accepted path."""
+    def _catch_up_rows(
+        self,
+        next_tokens: torch.Tensor,
+        hidden: list[torch.Tensor],
+        written: torch.Tensor,
+    ) -> CatchUpRows:
+        """The rows that became final: everything up to the root, then the accepted path.
+        ``written`` [rows of the step] int64 are the slots that the target wrote."""
         tree = self.step.tree
+        block_table = self._block_table()
         bounds = self.query_start_loc.np[: tree.num_requests + 1]
         rows, ends = final_rows(bounds, tree, self.rejection_sampler.paths)
-        step_rows = torch.from_numpy(rows)
-        token_ids = self.input_ids.cpu[step_rows].roll(-1)
-        token_ids[torch.from_numpy(ends - 1)] = next_tokens
+        token_ids = np.roll(self.input_ids.np[rows], -1)
+        token_ids[ends - 1] = next_tokens.numpy()
+        positions = torch.from_numpy(self.positions.numpy()[rows])
+        if tree.num_nodes:
+            # Accepted rows have been moved.
+            owner = np.repeat(np.arange(tree.num_requests), np.diff(ends, prepend=0))
+            slots = self.drafter.slot_mapping(block_table, torch.from_numpy(owner), positions)
+        else:
+            slots = torch.from_numpy(written.numpy()[rows])
         return CatchUpRows(
-            token_ids=token_ids,
-            positions=self.positions[step_rows],
-            step_rows=step_rows,
+            token_ids=torch.from_numpy(token_ids),
+            positions=positions,
+            slots=slots,
+            step_rows=torch.from_numpy(rows),
             hidden_states=hidden,
             cu_rows=torch.from_numpy(np.append(0, ends).astype(np.int32)),
-            block_table=self._block_table(),
+            block_table=block_table,
         )
 
     def _propose(
@@ -330,13 +354,13 @@ class EchoCPUModelRunner(CPUModelRunner):
         roots: torch.Tensor,
     ) -> list[list[int]]:
         req_ids = self.input_batch.req_ids
-        slots = self.slots.of(req_ids)
-        self.pipeline.table.clear(slots)
         drafts: list[list[int]] = [[] for _ in req_ids]
         if plan.requests.shape[0] == 0:
             if self.recorder is not None:
                 self._record(plan.requests, None, roots)
             return drafts
+        slots = self.slots.of(req_ids)
+        self.pipeline.table.clear(slots)
         head = self._draft_head(plan.requests, for_logits, for_feedback, roots[plan.requests])
         proposal = self.pipeline.propose_trees(
             head, plan.batch, slots[plan.requests], plan.offer, plan.load

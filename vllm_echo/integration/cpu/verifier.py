@@ -2,7 +2,7 @@
 """Acceptance with vLLM's own sampler: each visited row is sampled exactly as plain
 decoding would sample it, with the history that its own path gives it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_echo.accept import accept_given, walk_paths
+from vllm_echo.accept import accept_greedy, walk_paths
 from vllm_echo.pack import pack_trees
 from vllm_echo.tree import AcceptedPaths, DraftTrees, SuperTree
 
@@ -65,12 +65,26 @@ class TreeVerifier(torch.nn.Module):
         self._step = None
         if _is_argmax_only(sampling_metadata):
             # Ties go to the lowest id here as in vLLM's sampler, and bf16 to fp32 keeps order.
-            self._paths = accept_given(step.tree, self.sampler.greedy_sample(logits.float()))
+            self._paths = accept_greedy(step.tree, logits)
             return SamplerOutput(sampled_token_ids=self.paths.tokens, logprobs_tensors=None)
+        if step.tree.num_nodes == 0:
+            return self._sample_roots(step, logits, sampling_metadata)
         walk = _SamplerWalk(self.sampler, sampling_metadata, step, logits)
         with walk:
             self._paths = walk_paths(step.tree, walk.sample)
         return SamplerOutput(self.paths.tokens, walk.logprobs(self.paths))
+
+    def _sample_roots(
+        self, step: StepInputs, logits: torch.Tensor, metadata: SamplingMetadata
+    ) -> SamplerOutput:
+        """A step without candidates is a plain one: nobody walks."""
+        discarded = set(step.discarded.nonzero().flatten().tolist())
+        output = self.sampler(logits, without_generators(metadata, discarded))
+        tokens = output.sampled_token_ids
+        self._paths = AcceptedPaths(
+            tokens, tokens.new_empty(tokens.shape[0], 0), tokens.new_zeros(tokens.shape[0])
+        )
+        return output
 
 
 class _SamplerWalk:
@@ -106,8 +120,7 @@ class _SamplerWalk:
         first = not self._levels
         if first:
             output = self._sampler(
-                self._logits[rows],
-                self._with_generators(lambda request: request not in self._discarded),
+                self._logits[rows], without_generators(self._metadata, self._discarded)
             )
         elif self._keep_batch:
             output = self._sample_in_batch(requests, rows)
@@ -127,10 +140,6 @@ class _SamplerWalk:
             if request not in self._discarded:
                 self._step.histories[request].append(token)
 
-    def _with_generators(self, keep: Callable[[int], bool]) -> SamplingMetadata:
-        generators = {r: g for r, g in self._metadata.generators.items() if keep(r)}
-        return replace(self._metadata, generators=generators)
-
     def _sample_in_batch(self, requests: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
         """Every row takes part; the rows of requests that have stopped are sampled from their
         root again and ignored."""
@@ -138,8 +147,8 @@ class _SamplerWalk:
             processor.update_state(None)
         all_rows = self._root_rows.clone()
         all_rows[requests] = rows
-        walking = set(requests.tolist())
-        metadata = self._with_generators(walking.__contains__)
+        others = set(range(self._root_rows.shape[0])).difference(requests.tolist())
+        metadata = without_generators(self._metadata, others)
         # A request with a thinking budget is never drafted for, so it walked at its root only.
         metadata = replace(metadata, thinking_budget_state_holder=None)
         output = self._sampler(self._logits[all_rows], metadata)
@@ -215,6 +224,15 @@ def _processors_active(processors: LogitsProcessors) -> bool:
         if active:
             return True
     return False
+
+
+def without_generators(metadata: SamplingMetadata, requests: set[int]) -> SamplingMetadata:
+    """The metadata with the seeded generators of ``requests`` left out, which then stay as they
+    are."""
+    if requests.isdisjoint(metadata.generators):
+        return metadata
+    kept = {r: g for r, g in metadata.generators.items() if r not in requests}
+    return replace(metadata, generators=kept)
 
 
 def select_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:

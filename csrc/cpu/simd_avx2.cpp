@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tree attention for CPUs with AVX2, whatever the compiler's flags: the kernel is compiled for it
+// The kernels for CPUs with AVX2, whatever the compiler's flags: they are compiled for it
 // here and nowhere else.
 #if defined(__x86_64__)
 
@@ -19,6 +19,7 @@
 #define ECHO_LANES 8
 #define ECHO_VECS_PER_PASS 2
 
+#include "argmax_row.h"
 #include "tree_attention_tile.h"
 
 #if defined(__clang__)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tree attention with the compiler's baseline instruction set: any CPU.
+// The kernels with the compiler's baseline instruction set: any CPU.
 #define ECHO_SIMD_LEVEL portable
 #define ECHO_LANES 4
 #define ECHO_VECS_PER_PASS 2
 
+#include "argmax_row.h"
 #include "tree_attention_tile.h"
