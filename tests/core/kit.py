@@ -98,6 +98,24 @@ def path_lists(paths: AcceptedPaths) -> list[tuple[list[int], list[int]]]:
     return lists
 
 
+def random_walk(source: random.Random, tree: SuperTree) -> AcceptedPaths:
+    """From every root down to a random node."""
+    paths = []
+    for start, end in zip(tree.cu_rows[:-1].tolist(), tree.cu_rows[1:].tolist(), strict=True):
+        row, path = source.randrange(end - start), []
+        while row:
+            path.insert(0, row)
+            row = int(tree.parents[start + row])
+        paths.append(path)
+    longest = max(map(len, paths))
+    rows = torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
+    return AcceptedPaths(
+        tokens=torch.zeros(len(paths), longest + 1, dtype=torch.int32),
+        rows=rows.view(len(paths), longest).to(torch.int32),
+        num_accepted=torch.tensor([len(path) for path in paths], dtype=torch.int32),
+    )
+
+
 def is_first_child(tree: SuperTree, request: int, row: int) -> bool:
     """Whether no earlier row of the request has the same parent as ``row``."""
     parents = tree.parents[tree.cu_rows[request] : tree.cu_rows[request + 1]].tolist()

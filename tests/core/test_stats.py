@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.core.kit import draft_trees, random_tree
+from tests.core.kit import draft_trees, random_tree, random_walk
 from vllm_echo.budget import Offer
 from vllm_echo.config import EchoConfig, Gate
 from vllm_echo.cost import StepLoad
@@ -65,24 +65,6 @@ def random_proposal(source: random.Random, config: EchoConfig, offered: int) -> 
         torch.arange(num_requests),
         Offer(offered),
         StepLoad(num_requests, 0, 0),
-    )
-
-
-def random_walk(source: random.Random, tree: SuperTree) -> AcceptedPaths:
-    """From every root down to a random node."""
-    paths = []
-    for start, end in zip(tree.cu_rows[:-1].tolist(), tree.cu_rows[1:].tolist(), strict=True):
-        row, path = source.randrange(end - start), []
-        while row:
-            path.insert(0, row)
-            row = int(tree.parents[start + row])
-        paths.append(path)
-    longest = max(map(len, paths))
-    rows = torch.tensor([path + [-1] * (longest - len(path)) for path in paths])
-    return AcceptedPaths(
-        tokens=torch.zeros(len(paths), longest + 1, dtype=torch.int32),
-        rows=rows.view(len(paths), longest).to(torch.int32),
-        num_accepted=torch.tensor([len(path) for path in paths], dtype=torch.int32),
     )
 
 

@@ -15,7 +15,7 @@ from vllm_echo.errors import EchoError
 from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
 from vllm_echo.integration.cpu.kv_writer import CHUNK, KvWriter
 
-SPLIT_FROM = 16
+SPLIT_FROM = 48
 """Rows that nobody drafts from are worth a pass of their own when there are this many."""
 
 

@@ -104,7 +104,7 @@ class KvWriter:
         slots: torch.Tensor,
         hidden: torch.Tensor,
     ) -> None:
-        """``token_ids``, ``positions``, different ``slots`` [M]; combined states ``hidden`` [M, H]."""
+        """``token_ids``, ``positions``, ``slots`` [M] and combined states ``hidden`` [M, H]."""
         layer, attention = self._layer, self._layer.self_attn
         embeds = layer.input_layernorm(self._head.model.embed_input_ids(token_ids))
         normed, _ = layer._residual_norm(hidden_states=hidden)

@@ -70,7 +70,7 @@ def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndar
     """What the next step will carry, as far as it is known: the scheduler may add prompts that
     wait, and nobody here knows of them."""
     prefilling = runner.discard_request_mask.np[: len(goes_on)]
-    decoding = goes_on & ~prefilling
+    decoding = goes_on > prefilling
     num_prefill = 0
     for index in prefilling.nonzero()[0]:
         request = runner.requests[runner.input_batch.req_ids[index]]
@@ -85,7 +85,7 @@ def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndar
 def _most_nodes(runner: "EchoCPUModelRunner", roots: np.ndarray) -> np.ndarray:
     """[R]: nodes that each request's length limits leave room for."""
     most = runner.pipeline.config.num_speculative_tokens
-    room = (runner.max_model_len - 3 - roots).clip(min=0, max=most)
+    room = np.minimum(np.maximum(runner.max_model_len - 3 - roots, 0), most)
     # vLLM's head has a length limit of its own.
     return room * (roots + 2 + runner.num_spec_tokens <= runner.effective_drafter_max_model_len)
 

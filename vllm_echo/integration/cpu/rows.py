@@ -22,22 +22,27 @@ def as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
 
 def final_rows(
     bounds: np.ndarray, tree: SuperTree, paths: AcceptedPaths
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of the step's forward that hold final tokens, request-major: every row up to the
-    root's, then the accepted path's. Returns (rows [M] int64, the requests' ends in it [R]).
+    root's, then the accepted path's. Returns (rows [M] int64, places [M] int64, the requests'
+    ends in both [R]): row ``places[i]`` had the cache slot where commit has left row ``rows[i]``.
 
     ``bounds`` [R + 1]: the requests' first rows in the forward; a request's tree is its last rows.
     """
+    if tree.num_nodes == 0:
+        rows = np.arange(bounds[-1], dtype=np.int64)
+        return rows, rows, bounds[1:]
     starts = bounds[:-1].astype(np.int64)
-    num_linear = np.diff(bounds) - np.diff(tree.cu_rows.numpy()) + 1
+    first_rows = tree.cu_rows.numpy()
+    num_linear = (bounds[1:] - first_rows[1:]) - (bounds[:-1] - first_rows[:-1]) + 1
     lens = num_linear + paths.num_accepted.numpy()
     ends = lens.cumsum()
-    if tree.num_nodes == 0:
-        return np.arange(bounds[-1], dtype=np.int64), ends
     owner = np.repeat(np.arange(tree.num_requests), lens)
     local = np.arange(owner.shape[0]) - (ends - lens)[owner]
-    place = local - num_linear[owner]
-    on_path = (place >= 0).nonzero()[0]
+    first = starts[owner]
+    places = first + local
+    beyond = local - num_linear[owner]
+    on_path = (beyond >= 0).nonzero()[0]
     request = owner[on_path]
-    local[on_path] = num_linear[request] - 1 + paths.rows.numpy()[request, place[on_path]]
-    return starts[owner] + local, ends
+    local[on_path] = num_linear[request] - 1 + paths.rows.numpy()[request, beyond[on_path]]
+    return first + local, places, ends

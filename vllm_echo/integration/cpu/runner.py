@@ -324,26 +324,21 @@ class EchoCPUModelRunner(CPUModelRunner):
         """The rows that became final: everything up to the root, then the accepted path.
         ``written`` [rows of the step] int64 are the slots that the target wrote."""
         tree = self.step.tree
-        block_table = self._block_table()
         bounds = self.query_start_loc.np[: tree.num_requests + 1]
-        rows, ends = final_rows(bounds, tree, self.rejection_sampler.paths)
-        token_ids = np.roll(self.input_ids.np[rows], -1)
+        rows, places, ends = final_rows(bounds, tree, self.rejection_sampler.paths)
+        token_ids = np.empty(rows.shape[0], dtype=np.int32)
+        token_ids[:-1] = self.input_ids.np[rows[1:]]
         token_ids[ends - 1] = next_tokens.numpy()
-        positions = torch.from_numpy(self.positions.numpy()[rows])
-        if tree.num_nodes:
-            # Accepted rows have been moved.
-            owner = np.repeat(np.arange(tree.num_requests), np.diff(ends, prepend=0))
-            slots = self.drafter.slot_mapping(block_table, torch.from_numpy(owner), positions)
-        else:
-            slots = torch.from_numpy(written.numpy()[rows])
+        cu_rows = np.zeros(ends.shape[0] + 1, dtype=np.int32)
+        cu_rows[1:] = ends
         return CatchUpRows(
             token_ids=torch.from_numpy(token_ids),
-            positions=positions,
-            slots=slots,
+            positions=torch.from_numpy(self.positions.numpy()[rows]),
+            slots=torch.from_numpy(written.numpy()[places]),
             step_rows=torch.from_numpy(rows),
             hidden_states=hidden,
-            cu_rows=torch.from_numpy(np.append(0, ends).astype(np.int32)),
-            block_table=block_table,
+            cu_rows=torch.from_numpy(cu_rows),
+            block_table=self._block_table(),
         )
 
     def _propose(
