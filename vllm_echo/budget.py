@@ -42,7 +42,11 @@ class Offer:
 
 NOTHING = Offer(0)
 
-_CONTEXT_STEP = 128
+LEAST_GAIN = 1.01
+"""How much faster than plain decoding an offer must promise to be: where it is next to nothing,
+plain decoding is sure, and a curve and a calibration err."""
+
+_CONTEXT_STEP = 64
 _PREFILL_STEP = 32
 _SHARES = 4
 _FIRST_TABLE = 512
@@ -68,7 +72,7 @@ class ElasticBudget:
         key = (
             requests,
             -(-load.num_prefill_tokens // _PREFILL_STEP),
-            load.num_context_tokens // (requests * _CONTEXT_STEP),
+            round(load.num_context_tokens / (requests * _CONTEXT_STEP)),
             round(_SHARES * num_sampled / requests),
         )
         if key not in self._offers:
@@ -77,7 +81,7 @@ class ElasticBudget:
         return self._offers[key]
 
     def _best_offer(self, load: StepLoad, share_sampled: float) -> Offer:
-        best = self.curve.plain_ms(load) / load.num_requests
+        best = self.curve.plain_ms(load) / load.num_requests / LEAST_GAIN
         offer = NOTHING
         for point in self._supply(share_sampled):
             nodes = min(float(self._max_nodes), load.num_requests * point.nodes)

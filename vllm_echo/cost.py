@@ -59,7 +59,10 @@ class CostCurve:
     control: Line
     """Packing, acceptance and commit of n nodes, beyond a plain step."""
     context_us: float = 0.0
-    """Microseconds that a row costs for each token of its context."""
+    """Microseconds that a request costs for each token of its context."""
+    node_context_us: float = 0.0
+    """Microseconds that a candidate adds for each token of its request's context: far less, where
+    a request's rows share one pass over it."""
 
     def step_ms(self, rows: float) -> float:
         """Milliseconds of a plain step with ``rows`` rows."""
@@ -81,7 +84,7 @@ class CostCurve:
     def per_node_ms(self, load: StepLoad) -> float:
         """The part of a candidate's cost that is its own: its context and its bookkeeping."""
         mean_context = load.num_context_tokens / max(1, load.num_requests)
-        return self.context_us / 1000 * mean_context + self.control.each
+        return self.node_context_us / 1000 * mean_context + self.control.each
 
     def plain_ms(self, load: StepLoad) -> float:
         """Milliseconds of the decoding part of ``load``. Prefill rows are left out: they have
@@ -105,7 +108,7 @@ class CostCurve:
         return {
             "step": [list(point) for point in self.step],
             **{name: [getattr(self, name).fixed, getattr(self, name).each] for name in _LINES},
-            "context_us": self.context_us,
+            **{name: getattr(self, name) for name in _CONTEXT},
         }
 
     @classmethod
@@ -113,7 +116,7 @@ class CostCurve:
         """Read and check ``value``; ``path`` is its key, for messages."""
         remedy = "write it with `vllm-echo profile`"
         check_type(path, value, Mapping, f"an object; {remedy}")
-        check_keys(path, value, [f.name for f in fields(cls)], optional=("context_us",))
+        check_keys(path, value, [f.name for f in fields(cls)], optional=_CONTEXT)
         points = value["step"]
         check_type(f"{path}.step", points, (list, tuple), f"a list of [rows, ms]; {remedy}")
         if not points:
@@ -134,17 +137,23 @@ class CostCurve:
             # What a node costs can be less than what the step curve says of a row.
             low = -math.inf if name == "control" else 0.0
             check_numbers(f"{path}.{name}", value[name], 2, "[fixed ms, ms per item]", low)
-        context_us = value.get("context_us", 0.0)
-        meaning = "microseconds per row and context token"
-        check_number(f"{path}.context_us", context_us, meaning, 0.0)
+        for name, meaning in _CONTEXT.items():
+            check_number(f"{path}.{name}", value.get(name, 0.0), meaning, 0.0)
+        context_us = float(value.get("context_us", 0.0))
         return cls(
             step=tuple((rows, float(ms)) for rows, ms in points),
             **{name: Line(*map(float, value[name])) for name in _LINES},
-            context_us=float(context_us),
+            context_us=context_us,
+            # A curve that does not say it comes from a kernel that is not known to share.
+            node_context_us=float(value.get("node_context_us", context_us)),
         )
 
 
 _LINES = ("roots", "layer", "catch_up", "control")
+_CONTEXT = {
+    "context_us": "microseconds per request and context token",
+    "node_context_us": "microseconds per candidate and context token",
+}
 
 
 def _residual(x: Sequence[float], y: Sequence[float]) -> float:

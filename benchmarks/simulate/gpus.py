@@ -118,7 +118,7 @@ def cost_curve(gpus: Gpus, model: Model, requests: int, context: float) -> CostC
     """The curve of a machine that serves ``requests`` requests of ``context`` tokens each.
 
     Their KV cache is read once a step, by however many rows: it is part of ``step``, and
-    ``context_us``, which every row would pay, is 0. Hence a curve for every load.
+    ``context_us`` is 0. Hence a curve for every load.
     """
     head = eagle3_head(model)
     kv_us = 1e6 * context * gpus.kv_bytes(model) / (gpus.bytes_per_s * gpus.reached_bytes)

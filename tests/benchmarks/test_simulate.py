@@ -3,6 +3,7 @@
 roofline curves bend where arithmetic says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,8 +140,8 @@ def test_a_budget_of_nothing_is_plain_decoding(recorded: RecordedTrees) -> None:
 
 def test_a_step_costs_its_parts() -> None:
     step = Step(StepLoad(4, 0, 400), num_drafting=4, forwards=[12, 6], num_nodes=4)
-    curve = CostCurve(CURVE.step, CURVE.roots, CURVE.layer, CURVE.catch_up, CURVE.control, 10.0)
-    attention = 0.01 * 400 + 0.01 * 100 * 4
+    curve = replace(CURVE, context_us=10.0, node_context_us=5.0)
+    attention = 0.01 * 400 + 0.005 * 100 * 4
     assert verification_ms(curve, step) == pytest.approx(12.0 + attention + 0.004)
     assert drafting_ms(curve, step) == pytest.approx(
         0.14 + 0.14 + (0.2 + 0.24) + (0.2 + 0.12) + 0.3

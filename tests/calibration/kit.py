@@ -123,6 +123,7 @@ CURVE = CostCurve(
     catch_up=Line(0.6, 0.05),
     control=Line(0.7, 0.02),
     context_us=0.5,
+    node_context_us=0.1,
 )
 """A machine that is known."""
 
@@ -175,7 +176,7 @@ class FakeMachine:
             draft = curve.roots(requests) + curve.layer.fixed * len(widths)
             draft += curve.layer.each * expanded
         period = curve.step_ms(rows) - always + catch_up + draft
-        period += curve.context_us / 1000 * context * rows
+        period += context * (curve.context_us * requests + curve.node_context_us * total) / 1000
         if nodes:
             period += curve.control(total)
         self._clock += 1

@@ -419,7 +419,7 @@ def test_profile_writes_a_curve_a_budget_and_a_picture(
     assert "| requests | plain step, ms |" in told.out
     assert f"Knee of the paper's hinge: {config.profile.knee()} rows." in told.out
     assert "nan" not in told.out
-    assert "21/21" in told.err
+    assert "22/22" in told.err
     assert "the machine was busy" not in told.err
     (engine,) = FakeEngine.engines
     assert engine.closed

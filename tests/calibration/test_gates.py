@@ -380,8 +380,8 @@ def test_costs_follow_the_profile() -> None:
     assert costs.node == pytest.approx(node / plain)
     assert costs.layer == pytest.approx((2.0 / 4 + 0.1) / plain)
     attention = 5.0 / 1000 * 100
-    costs = gate_costs(replace(curve, context_us=5.0), 4, trace)
-    assert costs.node == pytest.approx((node + attention) / (plain + attention), abs=1e-4)
+    costs = gate_costs(replace(curve, context_us=5.0, node_context_us=1.0), 4, trace)
+    assert costs.node == pytest.approx((node + attention / 5) / (plain + attention), abs=1e-4)
     assert gate_costs(None, 4, trace) == GateCosts()
 
 

@@ -48,6 +48,8 @@ def assert_close(found: CostCurve, true: CostCurve, tolerance: float) -> None:
             expected = getattr(true, name)(count)
             assert getattr(found, name)(count) == pytest.approx(expected, rel=5 * tolerance), name
     assert found.context_us == pytest.approx(true.context_us, rel=20 * tolerance)
+    spread = 20 * tolerance * true.context_us  # what is left when the requests' share is taken off
+    assert found.node_context_us == pytest.approx(true.node_context_us, abs=spread)
 
 
 def test_a_machine_without_noise_is_recovered() -> None:
@@ -86,7 +88,9 @@ def test_other_machines_are_recovered_too(seed: int) -> None:
         step.append((n, ms))
         ms += source.choice([0.0, 0.5, 1.5]) * n
     lines = [Line(source.uniform(0.1, 3), source.uniform(0.02, 0.3)) for _ in range(4)]
-    true = CostCurve(tuple(step), *lines, context_us=source.uniform(0.1, 2))
+    context_us = source.uniform(0.1, 2)
+    shared = source.choice([0.0, 0.2, 1.0])
+    true = CostCurve(tuple(step), *lines, context_us, shared * context_us)
     assert_close(measured(FakeMachine(true)).curve(), true, 2e-3)
 
 
@@ -101,7 +105,9 @@ def test_each_run_is_told_what_it_measures() -> None:
         *((n, SHORT_CONTEXT) for n in (1, 2, 4, 6)),
         (4, LONG),
     ]
-    trees = [call for call in machine.calls if call[2]["k_max"]]
+    long_tree = machine.calls[-1]
+    assert long_tree[:2] == (4, LONG) and long_tree[2] == machine.calls[-3][2]
+    trees = [call for call in machine.calls[:-1] if call[2]["k_max"]]
     assert [n for n, _, _ in trees] == [1] * 3 + [2] * 3 + [4] * 3
     assert {options["num_speculative_tokens"] for _, _, options in trees} == {1, 2, 4}
     for _, context, options in trees:
@@ -139,12 +145,14 @@ def test_whatever_was_measured_no_price_is_negative_and_all_are_numbers(seed: in
         for n in counts
         for layers in (0.0, 1.0, 3.0)
     ]
-    found = Measurements([anything(n) for n in counts], anything(4), trees).curve()
+    plain = [anything(n) for n in counts]
+    long_tree = anything(4, nodes=source.choice([0.0, 16.0, 32.0]))
+    found = Measurements(plain, trees, anything(4), long_tree).curve()
     for line in (found.roots, found.layer, found.catch_up):
         assert line.fixed >= 0
         assert line.each >= 0
     assert found.control.fixed >= 0
-    assert found.context_us >= 0
+    assert 0 <= found.node_context_us <= found.context_us
     times = [ms for _, ms in found.step]
     assert times == sorted(times)
     assert times[0] >= 0
@@ -165,14 +173,15 @@ def test_a_long_context_that_is_none_is_no_division() -> None:
     """A model so short that both contexts are the same."""
     plain = [measurement(requests=1, context=64, period=20)]
     trees = [measurement(requests=1, context=64, period=25, nodes=1)]
-    assert Measurements(plain, plain[0], trees).curve().context_us == 0
+    found = Measurements(plain, trees, plain[0], trees[0]).curve()
+    assert (found.context_us, found.node_context_us) == (0, 0)
 
 
 def test_trees_without_nodes_are_no_division() -> None:
     """A model so short that nothing could be drafted, and steps that were shorter by chance."""
     plain = [measurement(requests=1, context=64, period=20)]
     trees = [measurement(requests=1, context=64, period=15)]
-    assert Measurements(plain, plain[0], trees).curve().control == Line(0.0, 0.0)
+    assert Measurements(plain, trees, *plain, *trees).curve().control == Line(0.0, 0.0)
 
 
 def test_only_steps_of_the_whole_batch_count() -> None:

@@ -11,6 +11,7 @@ PROFILE: dict[str, Any] = {
     "catch_up": [0.1, 0.0],
     "control": [0.05, 0.001],
     "context_us": 0.25,
+    "node_context_us": 0.125,
 }
 _KIND: dict[str, Any] = {
     "curves": [[0.1, 0.9], [-0.2, 1.1]],

@@ -37,13 +37,19 @@ def test_a_profile_is_read_into_a_curve() -> None:
         catch_up=Line(0.1, 0.0),
         control=Line(0.05, 0.001),
         context_us=0.25,
+        node_context_us=0.125,
     )
 
 
 def test_what_a_context_costs_may_be_left_out() -> None:
-    curve = read(profile=changed(PROFILE, "context_us", to=MISSING)).profile
+    """A candidate then pays as much for its context as a request."""
+    of_request = changed(PROFILE, "node_context_us", to=MISSING)
+    curve = read(profile=of_request).profile
     assert curve is not None
-    assert curve.context_us == 0.0
+    assert (curve.context_us, curve.node_context_us) == (0.25, 0.25)
+    curve = read(profile=changed(of_request, "context_us", to=MISSING)).profile
+    assert curve is not None
+    assert (curve.context_us, curve.node_context_us) == (0.0, 0.0)
 
 
 def test_a_calibration_is_read_into_two_models() -> None:
@@ -149,6 +155,7 @@ def profile_cases() -> list[tuple[tuple[str | int, ...], Any, tuple[str, ...]]]:
         (("step", 2), [4, 21.5], ("rows do not ascend", write)),
         (("context_us",), "0.1", ('"0.1" is no finite number', "microseconds")),
         (("context_us",), NAN, ("NaN is no finite number",)),
+        (("node_context_us",), -0.5, ("node_context_us", "-0.5", "microseconds per candidate")),
     ]
     for line in ("roots", "layer", "catch_up", "control"):
         cases += [

@@ -28,7 +28,7 @@ def random_curve(source: random.Random) -> CostCurve:
         rows, ms = rows + step, ms + slope * step
         points.append((rows, ms))
     lines = [Line(source.choice([0.0, 0.1, 1.0]), source.choice([0.0, 0.02])) for _ in range(4)]
-    return CostCurve(tuple(points), *lines, context_us=source.choice([0.0, 0.05]))
+    return CostCurve(tuple(points), *lines, *(source.choice([0.0, 0.05]) for _ in "rn"))
 
 
 def random_calibration(source: random.Random) -> Calibration:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.kit import randoms
 from tests.core.machines import FREE, MACHINE, random_curve
 from vllm_echo.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
-from vllm_echo.budget import NOTHING, ElasticBudget, Offer
+from vllm_echo.budget import LEAST_GAIN, NOTHING, ElasticBudget, Offer
 from vllm_echo.cost import CostCurve, Line, StepLoad
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
@@ -36,7 +36,7 @@ def obvious_offer(curve: CostCurve, points: list[SupplyPoint], load: StepLoad, m
     """Every point of the supply is tried; the one with the least time per token wins."""
     requests = load.num_requests
     plain = curve.plain_ms(load)
-    best, offer = plain / requests, NOTHING
+    best, offer = plain / requests / LEAST_GAIN, NOTHING
     for point in points:
         wanted = requests * point.nodes
         nodes = min(wanted, most)
@@ -127,7 +127,7 @@ def test_prompts_take_from_the_budget(requests: int) -> None:
 
 def test_long_contexts_take_from_the_budget() -> None:
     """A candidate attends to its request's whole context; catches a cost that is left out."""
-    budget = budget_of(replace(QUADRATIC, context_us=2.0))
+    budget = budget_of(replace(QUADRATIC, context_us=2.0, node_context_us=2.0))
     offers = [budget.offer(StepLoad(4, 0, 4 * n)).num_nodes for n in (0, 500, 1000, 4000, 16000)]
     assert offers == sorted(offers, reverse=True)
     assert offers[0] > offers[-1]
@@ -161,7 +161,7 @@ def test_an_offer_is_no_slower_than_plain_decoding(
     load = StepLoad(requests, 32 * (prefill // 32))
     offer = budget_of(curve).offer(load)
     if offer.num_nodes:
-        assert offer.ms_per_token < curve.plain_ms(load) / requests
+        assert offer.ms_per_token < curve.plain_ms(load) / requests / LEAST_GAIN
         assert offer.plain_ms >= curve.plain_ms(load)
         assert 0 < offer.price < 1
 

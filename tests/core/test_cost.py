@@ -16,10 +16,10 @@ NOTHING = [Line(0.0, 0.0)] * 4
 
 
 def curve_of(
-    *points: tuple[int, float], control: float = 0.0, context_us: float = 0.0
+    *points: tuple[int, float], control: float = 0.0, context_us: float = 0.0, node_us: float = 0.0
 ) -> CostCurve:
     lines = [*NOTHING[:3], Line(5.0, control)]
-    return CostCurve(points, *lines, context_us=context_us)
+    return CostCurve(points, *lines, context_us, node_us)
 
 
 def test_a_line_is_a_fixed_cost_and_one_for_each_item() -> None:
@@ -94,7 +94,7 @@ def test_nodes_start_where_the_steps_own_rows_end() -> None:
 
 def test_a_node_pays_for_its_context_and_its_bookkeeping() -> None:
     """Each node attends to its own request's context: the mean one, not all of them."""
-    curve = curve_of((1, 20.0), control=0.25, context_us=2.0)
+    curve = curve_of((1, 20.0), control=0.25, context_us=9.0, node_us=2.0)
     load = StepLoad(num_requests=4, num_context_tokens=4000)
     assert curve.per_node_ms(load) == pytest.approx(0.25 + 2.0)
     assert curve.nodes_ms(load, 10) == pytest.approx(22.5)
@@ -104,7 +104,7 @@ def test_a_node_pays_for_its_context_and_its_bookkeeping() -> None:
 def test_a_plain_step_pays_for_all_contexts_and_for_no_prompt() -> None:
     """Prompts have to be paid in some step; a step with one must not look slow, or else
     candidates look cheap."""
-    curve = curve_of((1, 20.0), (101, 120.0), context_us=2.0)
+    curve = curve_of((1, 20.0), (101, 120.0), context_us=2.0, node_us=9.0)
     load = StepLoad(num_requests=11, num_prefill_tokens=64, num_context_tokens=5000)
     assert curve.plain_ms(load) == pytest.approx(30.0 + 10.0)
 

@@ -91,8 +91,11 @@ class Measurements:
     """All runs of a profile."""
 
     plain: list[Measurement]
-    long_context: Measurement
     trees: list[Measurement]
+    long_plain: Measurement
+    """As one of ``plain``, over a long context."""
+    long_tree: Measurement
+    """As the largest of ``trees`` of as many requests, over a long context."""
 
     @property
     def noise(self) -> float:
@@ -102,7 +105,8 @@ class Measurements:
     def curve(self) -> CostCurve:
         """The cost curve that fits them."""
         context_us = self._context_us()
-        step, control = self._steps(context_us)
+        node_context_us = self._node_context_us(context_us)
+        step, control = self._steps(context_us, node_context_us)
         drafting = _least_squares(
             [[1.0, m.requests, m.layers, m.frontier_nodes] for m in self.trees],
             [m.draft for m in self.trees],
@@ -114,9 +118,12 @@ class Measurements:
             catch_up=self._catch_up(),
             control=control,
             context_us=round(context_us, _DIGITS),
+            node_context_us=round(node_context_us, _DIGITS),
         )
 
-    def _steps(self, context_us: float) -> tuple[tuple[tuple[int, float], ...], Line]:
+    def _steps(
+        self, context_us: float, node_context_us: float
+    ) -> tuple[tuple[tuple[int, float], ...], Line]:
         """The step curve and the control line, from all runs together:
 
             T = f(rows) + a * requests + b * nodes + (c, where nodes are verified)
@@ -134,7 +141,7 @@ class Measurements:
         matrix, target = [], []
         for m, ms in samples:
             rows = m.requests + m.nodes
-            attention = context_us / 1000 * m.context * rows
+            attention = m.context * (context_us * m.requests + node_context_us * m.nodes) / 1000
             matrix.append([*_segments(knots, rows), m.requests, m.nodes, float(m.nodes > 0)])
             target.append(ms - attention)
         # Errors count relative to the step.
@@ -148,13 +155,26 @@ class Measurements:
     def _context_us(self) -> float:
         """From the same batch at two context lengths. No more than half of a step over a short
         context is put down to it: what looks like more is noise."""
-        long = self.long_context
+        long = self.long_plain
         short = next(m for m in self.plain if m.requests == long.requests)
         rows = (long.context - short.context) * long.requests
         if rows <= 0:
             return 0.0
         most = min(m.period / (2 * m.context * m.requests) for m in self.plain)
         return 1000 * max(0.0, min(most, (long.period - short.period) / rows))
+
+    def _node_context_us(self, context_us: float) -> float:
+        """What is left of the rise of a step with trees once its requests' context is paid; never
+        more than a request's own."""
+        long = self.long_tree
+        short = max((m for m in self.trees if m.requests == long.requests), key=lambda m: m.nodes)
+        rise = long.context - short.context
+        if rise <= 0 or min(long.nodes, short.nodes) <= 0:
+            return context_us
+        of_requests = context_us * rise * long.requests / 1000
+        rows = long.nodes * long.context - short.nodes * short.context
+        each = 1000 * (long.verify - short.verify - of_requests) / max(rows, rise)
+        return max(0.0, min(context_us, each))
 
     def _catch_up(self) -> Line:
         """What a drafting step's catch-up takes beyond that of a plain step."""
@@ -173,8 +193,9 @@ def take_measurements(
     """Run everything; ``progress`` hears (runs done, runs in all)."""
     counts = sorted({n for n in _powers(max_requests)} | {max_requests})
     tree_counts = [n for n in counts if n in (1, 2, 4, 8, 16, 32)]
+    few = max(n for n in tree_counts if n <= 4)
     shapes = list(_shapes(max_nodes))
-    total = len(counts) + 1 + len(tree_counts) * len(shapes)
+    total = len(counts) + len(tree_counts) * len(shapes) + 2
     done = 0
 
     def one(requests: int, context: int, options: dict[str, Any]) -> Measurement:
@@ -184,10 +205,11 @@ def take_measurements(
         return measure(run, requests, context, options)
 
     plain = [one(n, SHORT_CONTEXT, {"k_max": 0}) for n in counts]
-    long = one(min(4, counts[-1]), long_context, {"k_max": 0})
     trees = [one(n, SHORT_CONTEXT, shape) for n in tree_counts for shape in shapes]
+    long_plain = one(few, long_context, {"k_max": 0})
+    long_tree = one(few, long_context, shapes[-1])
     progress(total, total)
-    return Measurements(plain, long, trees)
+    return Measurements(plain, trees, long_plain, long_tree)
 
 
 def _powers(most: int) -> Iterable[int]:

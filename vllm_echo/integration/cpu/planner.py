@@ -70,7 +70,7 @@ def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndar
     """What the next step will carry, as far as it is known: the scheduler may add prompts that
     wait, and nobody here knows of them."""
     prefilling = runner.discard_request_mask.np[: len(goes_on)]
-    decoding = goes_on > prefilling
+    decoding = goes_on & ~prefilling
     num_prefill = 0
     for index in prefilling.nonzero()[0]:
         request = runner.requests[runner.input_batch.req_ids[index]]

@@ -33,6 +33,7 @@ REPEATS = 5
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
 _CONTEXT_REQUESTS = 16
+_CONTEXT_ROWS = 9
 _DIGITS = 4
 
 
@@ -97,7 +98,7 @@ def measure_in_worker(runner: "EchoCPUModelRunner") -> QuickProfile:
         layer=layer,
         catch_up=whole,
         control=Line(0.0, 0.0),
-        context_us=_context_us(runner),
+        **_context_us(runner),
     )
     return QuickProfile(curve, statistics.median(noise))
 
@@ -119,35 +120,44 @@ def _line(run: Callable[[int], None], few: int, many: int) -> Line:
     return Line(round(max(0.0, low - few * each), _DIGITS), round(each, _DIGITS))
 
 
-def _context_us(runner: "EchoCPUModelRunner") -> float:
-    """Microseconds of attention, in all layers, for a row and a token of its context."""
+def _context_us(runner: "EchoCPUModelRunner") -> dict[str, float]:
+    """Microseconds of attention, in all layers, for each token of a request's context: of a
+    request's first row, and of every further one."""
     caches = [layer.kv_cache for layer in runner.target_layers]
     impl, block_size = runner.target_layers[0].impl, runner.cache_config.block_size
     num_blocks = caches[0].shape[0]
     long = min(_LONG_CONTEXT, runner.max_model_len, num_blocks * block_size)
     if long <= _SHORT_CONTEXT:
-        return 0.0
+        return {}
     blocks = -(-long // block_size)
     requests = min(_CONTEXT_REQUESTS, num_blocks // blocks)
-    query = torch.zeros(requests, impl.num_heads, impl.head_size, dtype=caches[0].dtype)
-    rows = TreeRows(
-        rows=None,
-        cu_rows=torch.arange(requests + 1, dtype=torch.int32),
-        context_lens=torch.zeros(requests, dtype=torch.int32),
-        ancestors=torch.zeros(requests, 1, dtype=torch.int64),
-        block_table=torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks),
-    )
+    for cache in caches:
+        cache[: requests * blocks] = 0.01  # memory that was never written is no memory yet
+    table = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
 
-    def attend(context: int) -> None:
-        rows.context_lens.fill_(context)
+    def attend(context: int, rows: int) -> None:
+        num_rows = requests * rows
+        query = torch.zeros(num_rows, impl.num_heads, impl.head_size, dtype=caches[0].dtype)
+        tree = TreeRows(
+            rows=None,
+            cu_rows=torch.arange(requests + 1, dtype=torch.int32) * rows,
+            context_lens=torch.full((requests,), context, dtype=torch.int32),
+            ancestors=torch.zeros(num_rows, 1, dtype=torch.int64),
+            block_table=table,
+        )
         for cache in caches:
-            impl.attend_tree(query, cache, rows, torch.empty_like(query))
+            impl.attend_tree(query, cache, tree, torch.empty_like(query))
 
-    short, longer = (
-        statistics.median(times_ms(partial(attend, n))) for n in (_SHORT_CONTEXT, long)
-    )
-    each = 1000 * (longer - short) / (requests * (long - _SHORT_CONTEXT))
-    return round(max(0.0, each), _DIGITS)
+    def each(rows: int) -> float:
+        """Of all rows of a request together."""
+        short, longer = (
+            statistics.median(times_ms(partial(attend, n, rows))) for n in (_SHORT_CONTEXT, long)
+        )
+        return max(0.0, 1000 * (longer - short) / (requests * (long - _SHORT_CONTEXT)))
+
+    first, all_rows = each(1), each(_CONTEXT_ROWS)
+    further = min(first, max(0.0, all_rows - first) / (_CONTEXT_ROWS - 1))
+    return {"context_us": round(first, _DIGITS), "node_context_us": round(further, _DIGITS)}
 
 
 def _target(runner: "EchoCPUModelRunner", rows: int) -> None:
