@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <string>
 
 #include "checks.h"
 #include "floats.h"
