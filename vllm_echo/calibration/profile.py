@@ -3,8 +3,9 @@
 
 Everything is measured as the engine runs it, with scheduling, sampling and the way between
 processes: plain steps over batch sizes, steps with fixed trees over budgets, drafting over
-depths. Times are medians over the steps of a run; the lines are least squares with
-coefficients that cannot be negative.
+depths. Everything is run twice, forwards and backwards, and a time is the lower quartile over
+the steps of both runs: what others do on the machine only ever adds, and comes and goes. The
+lines are least squares with coefficients that cannot be negative.
 """
 
 import itertools
@@ -18,20 +19,22 @@ from scipy.optimize import nnls
 
 from vllm_echo.cost import CostCurve, Line
 from vllm_echo.errors import EchoError
-from vllm_echo.timing import spread
+from vllm_echo.timing import lower_quartile, spread
 
-STEPS = 24
-"""Decoding steps of one measurement."""
+STEPS = 16
+"""Decoding steps of one run, at least."""
 SKIPPED = 4
 """Steps at its beginning that do not count: prefill, and caches that are cold."""
 SHORT_CONTEXT = 64
+LONG_CONTEXT = 512
+_CONTEXT_REQUESTS = 16
 _LEAST_MS = 1e-3
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the steps of one run; milliseconds."""
+    """Steps of one kind; milliseconds, lower quartiles."""
 
     requests: int
     nodes: float
@@ -56,22 +59,20 @@ Run = Callable[[int, int, dict[str, Any]], list[dict[str, Any]]]
 """(requests, prompt tokens, echo options) -> the step log of answering them for ``STEPS`` steps."""
 
 
-def measure(run: Run, requests: int, context: int, options: dict[str, Any]) -> Measurement:
-    """One run; only steps of the whole batch count."""
-    log = run(requests, context, options)
+def whole_steps(log: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
+    """The steps of ``log`` that count: those of the whole batch, without its first and last."""
     steps = [s for s in log if s["counts"].get("requests") == requests][SKIPPED:-1]
-    steps = [s for s in steps if s["counts"]["rows"] <= requests + s["counts"]["verified_nodes"]]
-    if not steps:
-        raise EchoError(
-            f"profile: no step held all {requests} requests with {context} tokens each; give the "
-            "KV cache more room (VLLM_CPU_KVCACHE_SPACE, in GiB), or lower --max-requests"
-        )
+    return [s for s in steps if s["counts"]["rows"] <= requests + s["counts"]["verified_nodes"]]
+
+
+def measure(steps: list[dict[str, Any]], requests: int) -> Measurement:
+    """Of steps that hold ``requests`` requests."""
 
     def count(name: str) -> float:
         return statistics.fmean(s["counts"].get(name, 0.0) for s in steps)
 
     def milliseconds(stage: str) -> float:
-        return 1000 * statistics.median(s["seconds"].get(stage, 0.0) for s in steps)
+        return 1000 * lower_quartile([s["seconds"].get(stage, 0.0) for s in steps])
 
     return Measurement(
         requests=requests,
@@ -79,7 +80,7 @@ def measure(run: Run, requests: int, context: int, options: dict[str, Any]) -> M
         layers=count("layers"),
         frontier_nodes=count("frontier_nodes"),
         context=count("context_tokens") / requests,
-        period=1000 * statistics.median(s["period"] for s in steps),
+        period=1000 * lower_quartile([s["period"] for s in steps]),
         catch_up=milliseconds("catch_up"),
         draft=milliseconds("draft"),
         noise=spread([s["period"] for s in steps]),
@@ -193,23 +194,32 @@ def take_measurements(
     """Run everything; ``progress`` hears (runs done, runs in all)."""
     counts = sorted({n for n in _powers(max_requests)} | {max_requests})
     tree_counts = [n for n in counts if n in (1, 2, 4, 8, 16, 32)]
-    few = max(n for n in tree_counts if n <= 4)
+    several = max(n for n in tree_counts if n <= _CONTEXT_REQUESTS)
     shapes = list(_shapes(max_nodes))
-    total = len(counts) + len(tree_counts) * len(shapes) + 2
-    done = 0
-
-    def one(requests: int, context: int, options: dict[str, Any]) -> Measurement:
-        nonlocal done
-        progress(done, total)
-        done += 1
-        return measure(run, requests, context, options)
-
-    plain = [one(n, SHORT_CONTEXT, {"k_max": 0}) for n in counts]
-    trees = [one(n, SHORT_CONTEXT, shape) for n in tree_counts for shape in shapes]
-    long_plain = one(few, long_context, {"k_max": 0})
-    long_tree = one(few, long_context, shapes[-1])
-    progress(total, total)
-    return Measurements(plain, trees, long_plain, long_tree)
+    no_nodes: dict[str, Any] = {"k_max": 0}
+    plan = [
+        *((n, SHORT_CONTEXT, no_nodes) for n in counts),
+        *((n, SHORT_CONTEXT, shape) for n in tree_counts for shape in shapes),
+        (several, long_context, no_nodes),
+        (several, long_context, shapes[-1]),
+    ]
+    steps: list[list[dict[str, Any]]] = [[] for _ in plan]
+    order = [*range(len(plan)), *reversed(range(len(plan)))]
+    for done, index in enumerate(order):
+        progress(done, len(order))
+        requests, context, options = plan[index]
+        found = whole_steps(run(requests, context, options), requests)
+        if not found:
+            raise EchoError(
+                f"profile: no step held all {requests} requests with {context} tokens each; give "
+                "the KV cache more room (VLLM_CPU_KVCACHE_SPACE, in GiB), or lower --max-requests"
+            )
+        steps[index] += found
+    progress(len(order), len(order))
+    *measured, long_plain, long_tree = (
+        measure(found, requests) for found, (requests, _, _) in zip(steps, plan, strict=True)
+    )
+    return Measurements(measured[: len(counts)], measured[len(counts) :], long_plain, long_tree)
 
 
 def _powers(most: int) -> Iterable[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_echo.acceptance import uncalibrated
 from vllm_echo.budget import ElasticBudget
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
-from vllm_echo.calibration.profile import STEPS, Measurements, take_measurements
+from vllm_echo.calibration.profile import LONG_CONTEXT, STEPS, Measurements, take_measurements
 from vllm_echo.config import AUTO, EchoConfig
 from vllm_echo.cost import CostCurve, StepLoad
 from vllm_echo.timing import NOISY
@@ -90,7 +90,7 @@ def _measure(options: ProfileOptions, content: dict[str, Any], config: EchoConfi
             run,
             options.max_requests,
             config.num_speculative_tokens,
-            min(engine.max_model_len // 2, 1024),
+            min(engine.max_model_len // 2, LONG_CONTEXT),
             progress,
         )
     finally:
