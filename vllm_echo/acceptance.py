@@ -94,7 +94,7 @@ class Calibration:
     def from_dict(cls, value: Any, path: str) -> "Calibration":
         """Read and check ``value``; ``path`` is its key, for messages."""
         check_type(path, value, Mapping, f"an object; {_REMEDY}")
-        check_keys(path, value, KINDS)
+        check_keys(path, value, KINDS, _REMEDY)
         return cls(**{kind: _read_model(value[kind], f"{path}.{kind}") for kind in KINDS})
 
 
@@ -103,7 +103,7 @@ _REMEDY = "write it with `vllm-echo calibrate`"
 
 def _read_model(value: Any, path: str) -> AcceptanceModel:
     check_type(path, value, Mapping, f"an object; {_REMEDY}")
-    check_keys(path, value, ("curves", "best_child", "supply"))
+    check_keys(path, value, ("curves", "best_child", "supply"), _REMEDY)
     for name in ("curves", "best_child", "supply"):
         check_type(f"{path}.{name}", value[name], (list, tuple), f"a list; {_REMEDY}")
         if not value[name]:

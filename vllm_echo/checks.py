@@ -58,7 +58,11 @@ def check_numbers(path: str, value: Any, count: int, meaning: str, low: float = 
 
 
 def check_keys(
-    path: str, value: Mapping[str, Any], names: Iterable[str], optional: Iterable[str] = ()
+    path: str,
+    value: Mapping[str, Any],
+    names: Iterable[str],
+    remedy: str,
+    optional: Iterable[str] = (),
 ) -> None:
     """Refuse keys that nobody knows, and missing ones that are not ``optional``."""
     names = list(names)
@@ -67,7 +71,7 @@ def check_keys(
             raise unknown_key(f"{path}.{key}", str(key), names)
     for name in names:
         if name not in value and name not in optional:
-            raise EchoConfigError(f"{path}.{name}: is missing; known are {', '.join(names)}")
+            raise EchoConfigError(f"{path}.{name}: is missing; {remedy}")
 
 
 def check_type(path: str, value: Any, expected: type | tuple[type, ...], right: str) -> None:

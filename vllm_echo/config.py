@@ -5,8 +5,8 @@
      "model": "path/or/hub-name/of/an/EAGLE-3-head",     required
      "num_speculative_tokens": 8,     most nodes that one request may have in a step, 1..255
      "echo": {
-       "policy": "echo",              one of POLICIES
-       "k_max": 32,                   most nodes of a whole step, all requests together; 0 drafts
+       "policy": "goodput",           one of POLICIES
+       "k_max": "auto",               most nodes of a whole step, all requests together; 0 drafts
                                       nothing, "auto" follows the load by the cost curve
        "max_depth": 6,                deepest level a tree may grow to
        "target_depth": 4,             depth of static and chain, of the second default gate, and
@@ -23,7 +23,8 @@ A gate at depth d judges the layer drafted *from* depth d, that is the nodes of 
 confidence c is the probability of the most likely path to that layer, exp(max score); the request
 passes when c > threshold, otherwise it is truncated there. Left out, gates stand at the root (0.2)
 and at target_depth (0.3); `"gates": []` means none. echo, dense and fixed-threshold ask gates; the
-other policies have rules of their own (policies.py).
+other policies have rules of their own (policies.py). Whoever writes gates and names no policy wants
+them asked: the policy is then echo.
 
 Depths that are left out shrink to what num_speculative_tokens allows. vLLM's own keys in VLLM_KEYS
 keep their meaning. Nothing here imports vLLM.
@@ -60,7 +61,6 @@ POLICIES = ("echo", "goodput", "dense", "fixed-threshold", "static", "ddd", "cha
 AUTO = "auto"
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
-DEFAULT_K_MAX = 32
 DEFAULT_MAX_DEPTH = 6
 DEFAULT_TARGET_DEPTH = 4
 DEFAULT_TOP_K = 3
@@ -121,8 +121,8 @@ class EchoConfig:
     """
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
-    policy: str = "echo"
-    k_max: int | str = DEFAULT_K_MAX
+    policy: str = "goodput"
+    k_max: int | str = AUTO
     max_depth: int = DEFAULT_MAX_DEPTH
     target_depth: int = DEFAULT_TARGET_DEPTH
     top_k: int = DEFAULT_TOP_K
@@ -202,7 +202,7 @@ class EchoConfig:
         options = raw.get("echo")
         if options is None:
             options = {}
-        check_type("echo", options, Mapping, 'an object such as {"k_max": 32}')
+        check_type("echo", options, Mapping, 'an object such as {"k_max": "auto"}')
         options = normalise_keys(options, "echo.")
         names = [f.name for f in fields(cls) if f.name != "num_speculative_tokens"]
         for key in options:
@@ -221,6 +221,7 @@ class EchoConfig:
         """Fill in what is missing or null; depths follow the values they depend on."""
         values = {key: value for key, value in given.items() if value is not None}
         num_nodes = values.get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+        values.setdefault("policy", default_policy(values))
         max_depth = values.setdefault("max_depth", _at_most(DEFAULT_MAX_DEPTH, num_nodes))
         target_depth = values.setdefault("target_depth", _at_most(DEFAULT_TARGET_DEPTH, max_depth))
         if "gates" in values:
@@ -245,6 +246,13 @@ class EchoConfig:
             values[name] = values[name].to_dict() if values[name] is not None else None
         return values
 
+    def __str__(self) -> str:
+        """For the log, on one line: of the long parts, whether they are there."""
+        values = self.to_dict()
+        for name in ("profile", "calibration"):
+            values[name] = "none" if values[name] is None else "given"
+        return ", ".join(f"{name} {show(value)}" for name, value in values.items())
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EchoConfig":
         """The inverse of `to_dict`; validates again."""
@@ -253,6 +261,12 @@ class EchoConfig:
             if key not in names:
                 raise unknown_key(f"echo.{key}", key, names)
         return cls._with_defaults(values)
+
+
+def default_policy(options: Mapping[str, Any]) -> str:
+    """The policy of echo options that name none. `goodput` measures better than `echo` at every
+    load (docs/measurements.md) and needs no thresholds; gates that somebody wrote are asked."""
+    return "goodput" if options.get("gates") is None else "echo"
 
 
 def normalise_keys(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

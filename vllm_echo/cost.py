@@ -116,7 +116,7 @@ class CostCurve:
         """Read and check ``value``; ``path`` is its key, for messages."""
         remedy = "write it with `vllm-echo profile`"
         check_type(path, value, Mapping, f"an object; {remedy}")
-        check_keys(path, value, [f.name for f in fields(cls)], optional=_CONTEXT)
+        check_keys(path, value, [f.name for f in fields(cls)], remedy, optional=_CONTEXT)
         points = value["step"]
         check_type(f"{path}.step", points, (list, tuple), f"a list of [rows, ms]; {remedy}")
         if not points:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.errors import BenchmarkError
+from vllm_echo.config import AUTO, default_policy
 
 BASELINE = "none"
 ECHO_SERVER = "echo"
@@ -86,7 +87,7 @@ def build_lineup(
     """Everything that can be compared with the given echo configuration; ``extra`` are further
     speculative configurations by name."""
     options = echo_config.get("echo") or {}
-    default = options.get("policy", "echo")
+    default = options.get("policy") or default_policy(options)
     measures_profile = needs_quiet_start(echo_config)
     servers: dict[str, Mapping[str, Any] | None] = {BASELINE: None}
     for tokens in EAGLE3_TOKENS:
@@ -119,8 +120,9 @@ def is_stock(name: str, server: str) -> bool:
 def needs_quiet_start(config: Mapping[str, Any] | None) -> bool:
     """Will a server of this configuration measure the machine when it starts?"""
     options = (config or {}).get("echo") or {}
-    needs_profile = options.get("k_max") == "auto" or options.get("policy") == "goodput"
-    return needs_profile and not options.get("profile")
+    elastic = options.get("k_max") in (None, AUTO)
+    policy = options.get("policy") or default_policy(options)
+    return (elastic or policy == "goodput") and not options.get("profile")
 
 
 def label(name: str, default: str | None = None) -> str:

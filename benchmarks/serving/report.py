@@ -101,7 +101,7 @@ def speed_table(results: Results, condition: Condition) -> str:
 def verdict_table(results: Results, condition: Condition) -> str:
     """The default configuration against no speculation and against vLLM's eagle3."""
     default = results.default
-    if default not in results.engines:
+    if default is None or default not in results.engines:
         return ""
     rows = []
     for c in results.concurrencies:
@@ -169,7 +169,7 @@ def latency_table(
 def stage_table(results: Results, condition: Condition) -> str:
     """Where a step of the default configuration spends its time."""
     default = results.default
-    if default not in results.engines:
+    if default is None or default not in results.engines:
         return ""
     loads = {c: results.stages(condition, default, c) for c in results.concurrencies}
     loads = {c: stages for c, stages in loads.items() if stages}

@@ -149,7 +149,7 @@ class Results:
         complete = set.intersection(*(set(ratios) for ratios, _ in loads))
         scale = {c: self.speed(condition, BASELINE, c) for c in self.concurrencies}
         return {
-            r: sum(ratios[r] * scale[c].median for ratios, c in loads if scale[c])
+            r: sum(ratios[r] * speed.median for ratios, c in loads if (speed := scale[c]))
             for r in sorted(complete)
         }
 

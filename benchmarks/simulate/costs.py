@@ -9,9 +9,11 @@ from vllm_echo.cost import CostCurve
 
 
 def verification_ms(curve: CostCurve, step: Step) -> float:
-    """The target's forward over roots, prompt rows and nodes, and all that belongs to it."""
+    """The target's forward over roots, prompt rows and nodes, and all that belongs to it. A prompt
+    row costs what a node does: the engine samples nothing for it."""
     attention = curve.context_us / 1000 * step.load.num_context_tokens
-    plain = curve.step_ms(step.load.num_rows) + attention
+    prompts = curve.control.each * step.load.num_prefill_tokens
+    plain = max(0.0, curve.step_ms(step.load.num_rows) + attention + prompts)
     return plain + curve.nodes_ms(step.load, step.num_nodes)
 
 

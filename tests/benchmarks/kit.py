@@ -10,7 +10,12 @@ from aiohttp import web
 from benchmarks.serving.engines import build_lineup
 from benchmarks.serving.journal import Journal
 
-ECHO_CONFIG = {"method": "echo", "model": "head", "num_speculative_tokens": 4}
+ECHO_CONFIG = {
+    "method": "echo",
+    "model": "head",
+    "num_speculative_tokens": 4,
+    "echo": {"policy": "echo", "k_max": 32},
+}
 PROVENANCE = {
     "command": "python -m benchmarks.serving",
     "date": "2030-01-01T00:00:00+00:00",

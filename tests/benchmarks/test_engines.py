@@ -46,8 +46,10 @@ def test_goodput_needs_a_profile():
 @pytest.mark.parametrize(
     ("options", "quiet"),
     [
-        (None, False),
-        ({}, False),
+        (None, True),
+        ({}, True),
+        ({"k_max": 0, "gates": []}, False),
+        ({"k_max": None, "policy": "echo"}, True),
         ({"k_max": 8, "policy": "echo"}, False),
         ({"k_max": "auto"}, True),
         ({"k_max": "auto", "profile": {"step": [[1, 2.0]]}}, False),
@@ -59,7 +61,7 @@ def test_a_start_that_measures_the_machine_is_known(options, quiet):
     assert not needs_quiet_start(None)
 
 
-@pytest.mark.parametrize(("config", "default"), [(ECHO_CONFIG, "echo"), (WITH_PROFILE, "goodput")])
+@pytest.mark.parametrize(("config", "default"), [(ECHO_CONFIG, "echo"), (WITH_PROFILE, "goodput"), ({**ECHO_CONFIG, "echo": None}, "goodput")])
 def test_the_default_is_the_configuration_as_given(config, default):
     lineup = build_lineup(config)
     assert lineup.default == default

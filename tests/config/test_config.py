@@ -27,8 +27,8 @@ def test_everything_but_the_model_has_a_default() -> None:
     assert config == EchoConfig()
     assert config == EchoConfig(
         num_speculative_tokens=8,
-        policy="echo",
-        k_max=32,
+        policy="goodput",
+        k_max="auto",
         max_depth=6,
         target_depth=4,
         top_k=3,
@@ -43,6 +43,27 @@ def test_everything_but_the_model_has_a_default() -> None:
 
 def test_null_is_the_default() -> None:
     assert read({"k_max": None, "gates": None}, num_speculative_tokens=None) == EchoConfig()
+
+
+def test_gates_that_are_written_are_asked() -> None:
+    """Catches a default policy under which they would silently mean nothing."""
+    gates = [{"depth": 0, "threshold": 0.5}]
+    assert read({"gates": gates}).policy == "echo"
+    assert read({"gates": []}).policy == "echo"
+    assert read({"gates": gates, "policy": None}).policy == "echo"
+    assert read({"gates": gates, "policy": "goodput"}).policy == "goodput"
+
+
+def test_a_line_of_the_log_has_every_option_and_no_long_one() -> None:
+    config = EchoConfig(
+        profile=CostCurve.from_dict(PROFILE, "profile"),
+        calibration=Calibration.from_dict(CALIBRATION, "calibration"),
+    )
+    text = str(config)
+    assert all(f"{name} " in text for name in config.to_dict())
+    assert '"auto"' in text and "profile \"given\"" in text and 'calibration "given"' in text
+    assert 'profile "none"' in str(EchoConfig())
+    assert len(text) < 400 and "\n" not in text
 
 
 @pytest.mark.parametrize(

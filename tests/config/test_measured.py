@@ -83,11 +83,14 @@ def test_neither_is_there_unless_given() -> None:
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
-        ({}, False),
-        ({"k_max": "auto"}, True),
+        ({}, True),
+        ({"k_max": 8}, True),
+        ({"k_max": 8, "policy": "echo"}, False),
+        ({"k_max": 8, "gates": []}, False),
+        ({"policy": "echo"}, True),
         ({"policy": "goodput"}, True),
         ({"policy": "ddd", "k_max": "auto"}, True),
-        ({"policy": "dense"}, False),
+        ({"policy": "dense", "k_max": 8}, False),
     ],
 )
 def test_a_configuration_says_whether_it_needs_a_profile(

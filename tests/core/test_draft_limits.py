@@ -112,7 +112,7 @@ def test_flags_of_one_request_change_no_other(source: random.Random) -> None:
     ],
 )
 def test_a_request_near_its_limit_keeps_what_it_can_have(limits: Limits, nodes: int) -> None:
-    config = EchoConfig(gates=())
+    config = EchoConfig(policy="echo", k_max=32, gates=())
     step = random_step(random.Random(5), kind="plain", limits=(limits, Limits(8)), budget=100)
     assert decide(replace(step, config=config)).counts == [nodes, 8]
 

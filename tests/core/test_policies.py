@@ -56,7 +56,7 @@ def test_frontier_widths_at_the_edges(
 
 
 def test_draft_slots_of_a_layer_follow_those_above() -> None:
-    shape = make_policy(EchoConfig(num_speculative_tokens=12, max_depth=4, top_k=3)).shape
+    shape = make_policy(EchoConfig(policy="echo", k_max=32, num_speculative_tokens=12, max_depth=4, top_k=3)).shape
     assert shape.frontier_widths == (3, 3, 3)
     assert [shape.first_slot(depth) for depth in (1, 2, 3)] == [0, 3, 6]
     assert shape.num_draft_slots == 9
@@ -90,7 +90,7 @@ def test_static_takes_the_best_nodes_whatever_the_gates_say() -> None:
 
 def test_closed_gates_cost_a_poor_drafter_all_but_one_draft_layer() -> None:
     """With a head that knows nothing, nothing is drafted below the first layer."""
-    config = EchoConfig(gates=(Gate(0, 1.0),))
+    config = EchoConfig(policy="echo", k_max=32, gates=(Gate(0, 1.0),))
     decision = decide(Step(config, (Limits(8),) * 4, 7, "plain", UNLIMITED))
     assert decision.forwards == []
     assert decision.layers == [0] * 4
@@ -103,7 +103,7 @@ def test_low_load_turns_depth_into_width_and_high_load_moves_budget() -> None:
         best = -2.0 if request == 0 else -0.125
         return [(token, best - token) for token in range(8)]
 
-    config = EchoConfig(gates=(Gate(0, 0.2),), max_depth=6, top_k=3)
+    config = EchoConfig(policy="echo", k_max=32, gates=(Gate(0, 0.2),), max_depth=6, top_k=3)
     limits = (Limits(8), Limits(8))
 
     def counts(budget: int) -> list[int]:
@@ -150,7 +150,7 @@ def test_without_transfer_the_confident_get_no_more_than_the_others() -> None:
         best = -2.0 if request == 0 else -0.125
         return [(token, best - token) for token in range(8)]
 
-    config = EchoConfig(gates=(Gate(0, 0.2),), max_depth=6, top_k=1)
+    config = EchoConfig(policy="echo", k_max=32, gates=(Gate(0, 0.2),), max_depth=6, top_k=1)
     limits = (Limits(8), Limits(8), Limits(0), Limits(2))
 
     def counts(transfer: bool, budget: int) -> list[int]:
@@ -167,7 +167,7 @@ def test_without_width_a_closed_gate_leaves_its_nodes_unspent() -> None:
         best = -2.0 if request == 0 else -0.125
         return [(token, best - token) for token in range(8)]
 
-    config = EchoConfig(gates=(Gate(0, 0.2),), max_depth=6, top_k=3, width=False)
+    config = EchoConfig(policy="echo", k_max=32, gates=(Gate(0, 0.2),), max_depth=6, top_k=3, width=False)
     step = Step(config, (Limits(8), Limits(8)), 0, "plain", UNLIMITED)
     decision = decide(step, children)
     assert decision.counts == [0, 6]
@@ -217,7 +217,9 @@ def test_goodput_may_spend_all_that_its_requests_can_have_once_anything_pays() -
             assert [offer.price for offer in offers] == [offer.price for offer in expected]
 
 
-@pytest.mark.parametrize("options", [{"policy": "goodput"}, {"k_max": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{"policy": "goodput", "k_max": 8}, {"policy": "echo", "k_max": "auto"}, {}]
+)
 def test_without_a_profile_nothing_is_drafted_by_who_needs_one(options: dict[str, str]) -> None:
     """The curve is measured while the engine starts, and steps run before it is there."""
     policy = make_policy(EchoConfig(**options))
@@ -228,7 +230,7 @@ def test_without_a_profile_nothing_is_drafted_by_who_needs_one(options: dict[str
 def test_shares_of_the_greatest_k_max_do_not_overflow() -> None:
     """The one drafted request takes all of it; one before it, which is not drafted for, must not
     get "one node more" than 2147483647."""
-    config = EchoConfig(k_max=MAX_NODES_PER_STEP, transfer=False)
+    config = EchoConfig(policy="echo", k_max=MAX_NODES_PER_STEP, transfer=False)
     caps = make_policy(config).caps(
         torch.tensor([0, 8], dtype=torch.int32), Offer(MAX_NODES_PER_STEP)
     )

@@ -204,7 +204,7 @@ def test_moved_nodes(counts: list[int], offered: int, moved: int) -> None:
 
 def test_counts_survive_the_way_between_processes() -> None:
     source = random.Random(5)
-    proposal = random_proposal(source, EchoConfig(), 32)
+    proposal = random_proposal(source, EchoConfig(policy="echo", k_max=32), 32)
     tree = pack_trees(draft_trees([random_tree(source, 6), random_tree(source, 2)]))
     stats = StepStats.of_step(tree, random_walk(source, tree), proposal)
     values = stats.to_dict()
@@ -226,7 +226,7 @@ def test_what_lies_beyond_a_tree_is_counted_nowhere() -> None:
     rubbish = torch.full((2, 4), 99, dtype=torch.int32)
     trees = DraftTrees(rubbish, rubbish, rubbish.clone(), torch.tensor([1, 0], dtype=torch.int32))
     trees.depths[0, 0] = 1
-    proposal = random_proposal(random.Random(3), EchoConfig(), 8)
+    proposal = random_proposal(random.Random(3), EchoConfig(policy="echo", k_max=32), 8)
     proposal.trees = trees
     stats = StepStats.of_step(
         pack_roots(1, CPU), random_walk(random.Random(0), pack_roots(1, CPU)), proposal

@@ -154,12 +154,13 @@ def echo_engine(
     speculative: dict | None = None,
     **options,
 ) -> Engine:
-    """Decoding with echo, watched; ``speculative`` are more keys beside ``echo``."""
+    """Decoding with echo, watched; ``speculative`` are more keys beside ``echo``. Unless ``echo``
+    says otherwise the budget is a constant, so that no decision depends on the machine."""
     config = {
         "method": "echo",
         "model": str(head),
         "num_speculative_tokens": num_nodes,
-        "echo": echo or {},
+        "echo": {"policy": "echo", "k_max": 32, **(echo or {})},
         **(speculative or {}),
     }
     engine = plain_engine(target, speculative_config=config, **options)

@@ -213,7 +213,12 @@ def test_counts_cross_the_processes_of_a_server(target: Path, head: Path, tmp_pa
     """Worker, engine core and front-end are three processes here."""
     port, log = free_port(), tmp_path / "log.txt"
     url = f"http://127.0.0.1:{port}"
-    speculative = {"method": "echo", "model": str(head), "num_speculative_tokens": NUM_NODES}
+    speculative = {
+        "method": "echo",
+        "model": str(head),
+        "num_speculative_tokens": NUM_NODES,
+        "echo": {"policy": "echo", "k_max": 32},
+    }
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(target)]
     command += ["--speculative-config", json.dumps(speculative), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]

@@ -13,7 +13,7 @@ from vllm_echo.calibration.collect import Piece, WorkFolder, collect, plan_piece
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
 from vllm_echo.calibration.prompts import fingerprint, read_prompts
 from vllm_echo.calibration.report import CalibrationReport, plot_confidences
-from vllm_echo.config import AUTO, DEFAULT_GATES, EchoConfig, Gate
+from vllm_echo.config import AUTO, DEFAULT_GATES, EchoConfig, Gate, default_policy
 from vllm_echo.cost import CostCurve, StepLoad
 from vllm_echo.errors import EchoError
 from vllm_echo.trace import DraftTrace
@@ -219,11 +219,12 @@ def _settle_budget(echo: dict[str, Any], models: dict[str, AcceptanceModel]) -> 
     """A head that is never right drafts nothing: the budget sees to it, since a closed root gate
     still leaves the first layer to it. An "auto" budget follows from the calibration."""
     hopeless = all(_is_hopeless(model) for model in models.values())
-    if hopeless and echo.get("k_max") != AUTO:
-        echo["k_max"] = 0
+    k_max = echo.get("k_max", AUTO)
+    if hopeless and k_max != AUTO:
+        k_max = echo["k_max"] = 0
     if hopeless:
-        return [f'nothing will be drafted ("k_max" is {json.dumps(echo["k_max"])})']
-    if echo.get("k_max") == 0:
+        return [f'nothing will be drafted ("k_max" is {json.dumps(k_max)})']
+    if k_max == 0:
         return ['nothing will be drafted, since "k_max" is 0: set it, or run `vllm-echo profile`']
     return []
 
@@ -248,6 +249,7 @@ def _prepare(content: dict[str, Any], options: CalibrateOptions) -> None:
     echo.setdefault("max_depth", min(options.max_depth, num_nodes))
     echo.setdefault("target_depth", min(options.target_depth, echo["max_depth"]))
     echo.setdefault("top_k", options.top_k)
+    echo.setdefault("policy", default_policy(echo))  # fitted gates are no choice of policy
     echo["gates"] = []
     EchoConfig.from_speculative_config(content)
 

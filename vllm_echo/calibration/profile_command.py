@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-echo profile`: measure the cost curve, find the knee, write both into echo.json."""
+"""`vllm-echo profile`: measure the cost curve, write it into echo.json, say where its knee is."""
 
 import sys
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cost curve at start-up, for `"k_max": "auto"` without one in the configuration.
+"""A cost curve at start-up, for a policy that needs one where the configuration has none.
 
 Seconds instead of the minutes that `vllm-echo profile` takes, and coarser: it times the target's
 forward and output layer, attention over a context, and the head, but sees no scheduler and no way
