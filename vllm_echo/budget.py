@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_echo.acceptance import Calibration, SupplyPoint
+from vllm_echo.config import MAX_NODES_PER_REQUEST
 from vllm_echo.cost import CostCurve, StepLoad
-
-MAX_DEPTH = 255
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Offer:
     """Predicted milliseconds of the step for each output token; 0 where it is a constant."""
     plain_ms: float = 0.0
     """Milliseconds of the step before any candidate is verified."""
-    depth: int = MAX_DEPTH
+    depth: int = MAX_NODES_PER_REQUEST
     """Deepest layer that is expected to be worth its forward."""
 
 
@@ -50,10 +49,11 @@ _CONTEXT_STEP = 64
 _PREFILL_STEP = 32
 _SHARES = 4
 _FIRST_TABLE = 512
+_MOST_OFFERS = 4096
 
 
 class ElasticBudget:
-    """K_max as a function of load. Answers are kept: a server sees few different loads."""
+    """K_max as a function of load. Answers are kept: loads come again."""
 
     def __init__(self, curve: CostCurve, calibration: Calibration, max_nodes: int):
         self.curve = curve
@@ -76,6 +76,8 @@ class ElasticBudget:
             round(_SHARES * num_sampled / requests),
         )
         if key not in self._offers:
+            if len(self._offers) >= _MOST_OFFERS:
+                self._offers.clear()
             rounded = StepLoad(requests, key[1] * _PREFILL_STEP, key[2] * requests * _CONTEXT_STEP)
             self._offers[key] = self._best_offer(rounded, key[3] / _SHARES)
         return self._offers[key]

@@ -151,10 +151,9 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0; give 1 or more")
+    return int(text)
 
 
 def _calibrate(args: argparse.Namespace) -> int:

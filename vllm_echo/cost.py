@@ -136,7 +136,9 @@ class CostCurve:
         for name in _LINES:
             # What a node costs can be less than what the step curve says of a row.
             low = -math.inf if name == "control" else 0.0
-            check_numbers(f"{path}.{name}", value[name], 2, "[fixed ms, ms per item]", low)
+            meaning = f"[fixed ms, ms per item]; {remedy}"
+            check_numbers(f"{path}.{name}", value[name], 2, meaning, low)
+            check_number(f"{path}.{name}[0]", value[name][0], meaning, 0.0)
         for name, meaning in _CONTEXT.items():
             check_number(f"{path}.{name}", value.get(name, 0.0), meaning, 0.0)
         context_us = float(value.get("context_us", 0.0))

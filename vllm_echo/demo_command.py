@@ -24,7 +24,7 @@ OPTIONS_FILE = HEAD_DIR.parent / "options.json"
 
 def default_dir() -> Path:
     """Where the demo lives unless told otherwise: in the user's cache."""
-    from vllm_echo.demo.convert import cache_dir
+    from vllm_echo.cache import cache_dir
 
     return cache_dir() / "demo"
 

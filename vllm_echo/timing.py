@@ -2,12 +2,15 @@
 """Where a step's time goes: wall time per stage, summed into a file or kept step by step."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 STAGE_TIMES_ENV = "VLLM_ECHO_STAGE_TIMES"
 """Path of a JSON file; when set, every worker sums its stage times and rewrites the file
@@ -81,9 +84,22 @@ class StageTimer:
                 self._totals[part][name] = self._totals[part].get(name, 0.0) + value
         self._steps += 1
         if self._path is not None and self._steps % WRITE_EVERY == 0:
-            partial = self._path.with_suffix(".partial")
+            self._write(self._path)
+
+    def _write(self, path: Path) -> None:
+        """Several workers may write the same file: each a whole one, and the last one's stays."""
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
             partial.write_text(json.dumps({"steps": self._steps, **self._totals}))
-            partial.replace(self._path)
+            partial.replace(path)
+        except OSError as error:
+            self._path = None
+            logger.warning(
+                "%s: %s cannot be written (%s); no stage times are kept",
+                STAGE_TIMES_ENV,
+                path,
+                error.strerror,
+            )
 
     def start_log(self) -> None:
         """Keep every step from now on, for ``take_log``."""

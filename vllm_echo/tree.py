@@ -47,7 +47,8 @@ class CandidateTrees:
     depths: torch.Tensor
     """[R, C] int32, 1 for children of the root."""
     scores: torch.Tensor
-    """[R, C] float32, log of the product of draft probabilities on the path."""
+    """[R, C] float32, log of the product of the path's probabilities: the draft's, or under
+    `goodput` calibrated ones of acceptance."""
     num_layers: torch.Tensor
     """[R] int32, budget of phase 1: layers that were granted (one node each)."""
     truncated: torch.Tensor

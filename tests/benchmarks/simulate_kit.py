@@ -56,7 +56,9 @@ def record() -> DraftTrace:
     """Nine requests whose text is drawn from the head's own distribution, recorded by the code
     that records in an engine. The last one has a single token."""
     log_probs, random = bigram_log_probs(), np.random.default_rng(5)
-    config = EchoConfig(policy="echo", k_max=32, num_speculative_tokens=9, max_depth=5, target_depth=5, top_k=3)
+    config = EchoConfig(
+        policy="echo", k_max=32, num_speculative_tokens=9, max_depth=5, target_depth=5, top_k=3
+    )
     recorder = TraceRecorder(make_recording_policy(config).shape)
     pipeline = EchoPipeline(config, 1, CPU)
     pipeline.policy = make_recording_policy(config)

@@ -61,7 +61,10 @@ def test_a_start_that_measures_the_machine_is_known(options, quiet):
     assert not needs_quiet_start(None)
 
 
-@pytest.mark.parametrize(("config", "default"), [(ECHO_CONFIG, "echo"), (WITH_PROFILE, "goodput"), ({**ECHO_CONFIG, "echo": None}, "goodput")])
+@pytest.mark.parametrize(
+    ("config", "default"),
+    [(ECHO_CONFIG, "echo"), (WITH_PROFILE, "goodput"), ({**ECHO_CONFIG, "echo": None}, "goodput")],
+)
 def test_the_default_is_the_configuration_as_given(config, default):
     lineup = build_lineup(config)
     assert lineup.default == default

@@ -513,3 +513,23 @@ def test_rare_luck_is_no_acceptance(
     assert calibrate(tmp_path / "echo.json") == 0
     assert "nothing that the head drafted is worth verifying" in capsys.readouterr().out
     assert served(tmp_path / "echo.json").k_max == 0
+
+
+def test_trees_that_no_request_can_hold_are_refused_by_their_options(
+    tmp_path: Path, calibrate: Calibrate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a message about num_speculative_tokens, which nobody gave."""
+    output = tmp_path / "echo.json"
+    assert calibrate(output, "--max-depth", "20", "--top-k", "16") == 2
+    told = capsys.readouterr().err
+    assert "--top-k: 16 with --max-depth 20 takes 305 draft slots" in told and "lower" in told
+    assert not output.exists() and not FakeEngine.engines
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-3", "1.5"])
+def test_a_count_that_is_none_is_refused_in_words(
+    tmp_path: Path, calibrate: Calibrate, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        calibrate(tmp_path / "echo.json", f"--limit={value}")
+    assert f"{value!r} is no whole number above 0; give 1 or more" in capsys.readouterr().err

@@ -5,7 +5,6 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.calibration.kit import CURVE, FakeMachine
-from vllm_echo.acceptance import uncalibrated
 from vllm_echo.calibration.profile import (
     SHORT_CONTEXT,
     STEPS,
@@ -23,10 +21,8 @@ from vllm_echo.calibration.profile import (
     take_measurements,
     whole_steps,
 )
-from vllm_echo.calibration.profile_command import describe, plot_curve
 from vllm_echo.config import EchoConfig
 from vllm_echo.cost import CostCurve, Line, StepLoad
-from vllm_echo.errors import EchoError
 
 LONG = 1024
 
@@ -219,9 +215,7 @@ def test_a_machine_that_is_busy_in_one_pass_is_measured_by_the_other() -> None:
     """Catches passes that overwrite each other, and runs that are paired with the wrong steps."""
     machine = FakeMachine()
 
-    def busy_at_first(
-        requests: int, context: int, options: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def busy_at_first(requests: int, context: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         log = machine(requests, context, options)
         half = 7 + 6 * 4 + 2  # runs of a pass: batch sizes, sizes by shapes, long contexts
         if len(machine.calls) <= half:

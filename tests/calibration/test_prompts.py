@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_echo.calibration.prompts import FIELDS, fingerprint, read_prompts
+from vllm_echo.cache import fingerprint
+from vllm_echo.calibration.prompts import FIELDS, read_prompts
 from vllm_echo.errors import EchoError
 
 

@@ -61,7 +61,7 @@ def test_a_line_of_the_log_has_every_option_and_no_long_one() -> None:
     )
     text = str(config)
     assert all(f"{name} " in text for name in config.to_dict())
-    assert '"auto"' in text and "profile \"given\"" in text and 'calibration "given"' in text
+    assert '"auto"' in text and 'profile "given"' in text and 'calibration "given"' in text
     assert 'profile "none"' in str(EchoConfig())
     assert len(text) < 400 and "\n" not in text
 

@@ -86,6 +86,7 @@ def test_the_same_arguments_may_be_used_twice(target: Path, head: Path) -> None:
         ({"async_scheduling": True}, "leave --async-scheduling out"),
         ({"kv_cache_dtype": "fp8"}, "KV cache of type fp8"),
         ({"enable_lora": True}, "LoRA"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"worker_cls": STOCK_CPU_WORKER}, "leave --worker-cls out"),

@@ -144,7 +144,7 @@ def profile_cases() -> list[tuple[tuple[str | int, ...], Any, tuple[str, ...]]]:
     cases: list[tuple[tuple[str | int, ...], Any, tuple[str, ...]]] = [
         ((), [1, 2], ("[1, 2] is a list", "an object", write)),
         ((), "machine.json", ('"machine.json" is a text', write)),
-        (("step",), MISSING, ("is missing",)),
+        (("step",), MISSING, ("is missing", write)),
         (("step",), {}, ("{} is an object", "a list of [rows, ms]", write)),
         (("step",), [], ("is empty", write)),
         (("step", 1), 8, ("8 is a number", "[rows, milliseconds]")),
@@ -159,10 +159,11 @@ def profile_cases() -> list[tuple[tuple[str | int, ...], Any, tuple[str, ...]]]:
         (("context_us",), "0.1", ('"0.1" is no finite number', "microseconds")),
         (("context_us",), NAN, ("NaN is no finite number",)),
         (("node_context_us",), -0.5, ("node_context_us", "-0.5", "microseconds per candidate")),
+        (("control", 0), -100.0, ("-100.0 is below 0", "[fixed ms, ms per item]", write)),
     ]
     for line in ("roots", "layer", "catch_up", "control"):
         cases += [
-            ((line,), MISSING, ("is missing",)),
+            ((line,), MISSING, ("is missing", write)),
             ((line,), 0.2, ("0.2 is a number", "[fixed ms, ms per item]")),
             ((line,), [0.2], ("has 1 values", "[fixed ms, ms per item]")),
             ((line,), [0.2, None], ("null is no finite number",)),
@@ -175,14 +176,14 @@ def calibration_cases() -> list[tuple[tuple[str | int, ...], Any, tuple[str, ...
     point = "[price, nodes, accepted, [chance of layer 2, 3, ...]]"
     cases: list[tuple[tuple[str | int, ...], Any, tuple[str, ...]]] = [
         ((), 3, ("3 is a number", "an object", write)),
-        (("greedy",), MISSING, ("is missing",)),
-        (("sampled",), MISSING, ("is missing",)),
+        (("greedy",), MISSING, ("is missing", write)),
+        (("sampled",), MISSING, ("is missing", write)),
         (("sampled",), [], ("[] is a list", "an object", write)),
     ]
     for kind in ("greedy", "sampled"):
         for name in ("curves", "best_child", "supply"):
             cases += [
-                ((kind, name), MISSING, ("is missing",)),
+                ((kind, name), MISSING, ("is missing", write)),
                 ((kind, name), {}, ("{} is an object", "a list", write)),
                 ((kind, name), [], ("is empty", write)),
             ]

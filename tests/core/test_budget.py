@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vllm_echo.budget as budget_module
 from tests.core.kit import randoms
 from tests.core.machines import FREE, MACHINE, random_curve
 from vllm_echo.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
@@ -290,3 +291,14 @@ def test_the_table_of_added_costs_is_the_curve(
     assert added.dtype == torch.float64
     expected = [curve.nodes_ms(load, nodes) for nodes in range(most + 1)]
     assert added.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_answers_are_kept_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a server of mixed traffic that keeps an offer for every load it has ever seen."""
+    monkeypatch.setattr(budget_module, "_MOST_OFFERS", 3)
+    budget = budget_of(MACHINE)
+    loads = [StepLoad(n, 0, 100 * n) for n in range(1, 9)]
+    first = [budget.offer(load) for load in loads]
+    assert len(budget._offers) <= 3
+    assert [budget.offer(load) for load in loads] == first
+    assert budget.offer(loads[-1]) is budget.offer(loads[-1])

@@ -56,7 +56,9 @@ def test_frontier_widths_at_the_edges(
 
 
 def test_draft_slots_of_a_layer_follow_those_above() -> None:
-    shape = make_policy(EchoConfig(policy="echo", k_max=32, num_speculative_tokens=12, max_depth=4, top_k=3)).shape
+    shape = make_policy(
+        EchoConfig(policy="echo", k_max=32, num_speculative_tokens=12, max_depth=4, top_k=3)
+    ).shape
     assert shape.frontier_widths == (3, 3, 3)
     assert [shape.first_slot(depth) for depth in (1, 2, 3)] == [0, 3, 6]
     assert shape.num_draft_slots == 9
@@ -167,7 +169,9 @@ def test_without_width_a_closed_gate_leaves_its_nodes_unspent() -> None:
         best = -2.0 if request == 0 else -0.125
         return [(token, best - token) for token in range(8)]
 
-    config = EchoConfig(policy="echo", k_max=32, gates=(Gate(0, 0.2),), max_depth=6, top_k=3, width=False)
+    config = EchoConfig(
+        policy="echo", k_max=32, gates=(Gate(0, 0.2),), max_depth=6, top_k=3, width=False
+    )
     step = Step(config, (Limits(8), Limits(8)), 0, "plain", UNLIMITED)
     decision = decide(step, children)
     assert decision.counts == [0, 6]

@@ -17,7 +17,15 @@ from vllm_echo.reference.draft import Limits
 from vllm_echo.trace import UNKNOWN, DraftTrace, TraceRecorder
 from vllm_echo.tree import CandidateTrees
 
-CONFIG = EchoConfig(policy="echo", k_max=32, num_speculative_tokens=8, max_depth=3, target_depth=3, top_k=3, gates=())
+CONFIG = EchoConfig(
+    policy="echo",
+    k_max=32,
+    num_speculative_tokens=8,
+    max_depth=3,
+    target_depth=3,
+    top_k=3,
+    gates=(),
+)
 
 
 def recorded(
@@ -144,7 +152,9 @@ def test_recorded_traces_save_and_label_like_any_other(tmp_path: Path) -> None:
 def test_recording_drafts_in_full_for_everybody() -> None:
     """Catches gates or a budget in a trace: what they leave out could never be judged."""
     gates = (Gate(0, 1.0),)
-    config = EchoConfig(policy="echo", num_speculative_tokens=8, max_depth=3, target_depth=2, gates=gates, k_max=1)
+    config = EchoConfig(
+        policy="echo", num_speculative_tokens=8, max_depth=3, target_depth=2, gates=gates, k_max=1
+    )
     policy = make_recording_policy(config)
     assert policy.shape == TreeShape(3, 3, (3, 3))
     head = TableHead(random_children(0, "plain"), 5, policy)

@@ -202,3 +202,16 @@ def test_a_thinking_budget_ends_thinking_where_plain_decoding_does(
     assert token_ids(actual) == token_ids(expected)
     assert any("</think>" in output.outputs[0].text for output in actual[1::2])
     echo.record.require_tree_acceptance()
+
+
+def test_a_thinking_budget_holds_in_a_batch_that_vllm_made_anew(
+    plain: Engine, echo: Engine
+) -> None:
+    """It does so when the length that fits is not the model's (--max-model-len -1). Catches a
+    budget that counts drafts as rows there, and ends the thinking of somebody else."""
+    echo.runner._init_max_num_blocks = []
+    before = echo.runner.input_batch
+    echo.runner.may_reinitialize_input_batch(echo.runner.kv_cache_config)
+    assert echo.runner.input_batch is not before
+    assert echo.runner.input_batch.thinking_budget_state_holder is not None
+    test_a_thinking_budget_ends_thinking_where_plain_decoding_does(plain, echo)

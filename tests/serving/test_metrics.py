@@ -20,6 +20,8 @@ from vllm.v1.metrics.loggers import LoggingStatLogger
 from tests.serving.harness import Engine, echo_engine, plain_engine, random_prompts, truths_of
 from tests.serving.scrape import ECHO, VLLM, Metrics, scrape
 from tests.serving.test_server import free_port, wait_until_up
+from vllm_echo.config import EchoConfig
+from vllm_echo.integration.metrics import gates_asked
 
 NUM_NODES = 8
 
@@ -257,3 +259,15 @@ def complete(url: str, seed: int, **options) -> None:
     )
     with urllib.request.urlopen(request, timeout=120) as response:
         assert json.load(response)["usage"]["completion_tokens"] == options["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "gates"),
+    [("echo", [0, 4]), ("dense", [0, 1, 2, 3, 4, 5]), ("goodput", []), ("static", []), ("ddd", [])],
+)
+@pytest.mark.parametrize("k_max", ["auto", 16])
+def test_gates_have_counters_from_the_start(
+    policy: str, gates: list[int], k_max: int | str
+) -> None:
+    """Also where the cost curve is still to be measured, which only the worker does."""
+    assert gates_asked(EchoConfig(policy=policy, k_max=k_max)) == gates

@@ -4,6 +4,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,24 @@ def unsettled(engine: Engine, store: Path) -> Engine:
     """As before the first request, and nothing stored."""
     for file in store.glob("*"):
         file.unlink()
-    engine.runner.set_options({"profile": None})
+    pipeline = engine.runner.pipeline
+    pipeline.set_options(replace(pipeline.config, profile=None))
     return engine
+
+
+def test_the_targets_time_is_the_targets(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's warm-up run of a target goes on to the head, once for each draft token: catches a
+    step that looks longer, and drafting that looks cheaper, the more tokens are drafted."""
+    runner = engine.runner
+    runs: list[int] = []
+    forward = runner.model.forward
+    monkeypatch.setattr(
+        runner.model, "forward", lambda *a, **k: (runs.append(1), forward(*a, **k))[1]
+    )
+    monkeypatch.setattr(runner.drafter, "_forward", lambda *_: pytest.fail("ran the head"))
+    monkeypatch.setattr(runner.drafter.model, "forward", lambda *_, **__: pytest.fail("ran it"))
+    quick_profile._target(runner, 4)
+    assert runs
 
 
 def test_a_start_without_a_curve_measures_one_that_serves(engine: Engine) -> None:

@@ -4,6 +4,7 @@ draft KV of rows that nobody drafts from."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from vllm import SamplingParams
 
 from tests.serving.harness import Engine, echo_engine, random_prompts, token_ids, truths_of
 from tests.serving.test_identity import greedy
+from vllm_echo.cost import StepLoad
 from vllm_echo.errors import EchoConfigError
+from vllm_echo.integration.cpu.planner import _next_load
 from vllm_echo.trace import UNKNOWN, DraftTrace
 
 NUM_TOKENS = 24
@@ -166,3 +169,50 @@ def test_options_that_the_engine_has_no_room_for_are_refused(engine: Engine) -> 
     with pytest.raises(EchoConfigError, match="9 is more than the 8"):
         engine.runner.set_options({"num_speculative_tokens": 9, "max_depth": 6})
     assert engine.runner.pipeline.config.num_speculative_tokens == 8
+
+
+@pytest.mark.parametrize("options", [{"k_max": "auto"}, {"policy": "goodput"}])
+def test_options_that_need_a_curve_where_there_is_none_are_refused(
+    engine: Engine, options: dict
+) -> None:
+    """Catches an engine that stops to draft and does not say so."""
+    before = engine.runner.pipeline.config
+    with pytest.raises(EchoConfigError, match="echo.profile: is missing"):
+        engine.runner.set_options(options)
+    assert engine.runner.pipeline.config == before
+
+
+def test_options_do_not_change_under_a_recording(engine: Engine) -> None:
+    """What is drafted then is not to be verified, and its trees have the recording's shape."""
+    engine.runner.start_recording()
+    with pytest.raises(EchoConfigError, match="stop the recording first"):
+        engine.runner.set_options({"k_max": 3})
+    engine.runner.stop_recording()
+    assert engine.runner.set_options({"k_max": 3})["k_max"] == 3
+
+
+def test_a_request_that_ignores_the_end_drafts_beyond_it(engine: Engine, plain: Engine) -> None:
+    """Catches a plan that takes each of its end tokens for its last one."""
+    prompts = random_prompts(4, seed=13)
+    params = [greedy(logit_bias={2: 100.0})] * 4
+    outputs = plain.generate(prompts, params)
+    assert all(set(output.outputs[0].token_ids) == {2} for output in outputs)
+    engine.follow(truths_of(outputs))
+    assert token_ids(engine.generate(prompts, params)) == token_ids(outputs)
+    assert engine.record.accepted > 0
+
+
+def test_prompt_rows_of_a_resumed_request_are_those_that_are_left(engine: Engine) -> None:
+    """A preempted request prefills its own output again: catches rows counted against the
+    prompt's length alone, which are then less than none."""
+    runner = SimpleNamespace(
+        discard_request_mask=SimpleNamespace(np=np.array([True, True, False])),
+        input_batch=SimpleNamespace(req_ids=["resumed", "new", "decoding"]),
+        requests={
+            "resumed": SimpleNamespace(num_prompt_tokens=100, num_tokens=600),
+            "new": SimpleNamespace(num_prompt_tokens=50, num_tokens=50),
+        },
+        max_num_tokens=4096,
+    )
+    load = _next_load(runner, np.array([399, 29, 70]), np.array([True, True, True]))  # type: ignore[arg-type]
+    assert load == StepLoad(1, 200 + 20, 70)

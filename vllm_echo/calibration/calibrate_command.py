@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_echo.acceptance import KINDS, AcceptanceModel, Calibration
+from vllm_echo.cache import fingerprint
 from vllm_echo.calibration import fit
 from vllm_echo.calibration.collect import Piece, WorkFolder, collect, plan_pieces
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
-from vllm_echo.calibration.prompts import fingerprint, read_prompts
+from vllm_echo.calibration.prompts import read_prompts
 from vllm_echo.calibration.report import CalibrationReport, plot_confidences
-from vllm_echo.config import AUTO, DEFAULT_GATES, EchoConfig, Gate, default_policy
+from vllm_echo.config import (
+    AUTO,
+    DEFAULT_GATES,
+    MAX_NODES_PER_REQUEST,
+    EchoConfig,
+    Gate,
+    default_policy,
+)
 from vllm_echo.cost import CostCurve, StepLoad
 from vllm_echo.errors import EchoError
 from vllm_echo.trace import DraftTrace
@@ -120,13 +128,13 @@ def _collect(
         engine_args["max_model_len"] = options.max_model_len
     tree = {
         "policy": "static",
+        "k_max": 0,
         "max_depth": options.max_depth,
         "target_depth": options.max_depth,
         "top_k": options.top_k,
         "gates": [],
     }
-    # Slots for every node that a layer of top_k expands, so that no layer is narrowed.
-    num_nodes = 1 + options.top_k * (options.max_depth - 1)
+    num_nodes = _num_recorded(options)
     engine = OfflineEngine(options.model, content["model"], tree, num_nodes, engine_args)
     room = engine.max_model_len - options.output_tokens - num_nodes - 4
     # What was there before this run says nothing about the time that is left.
@@ -152,6 +160,11 @@ def _collect(
     finally:
         bar.close()
         engine.close()
+
+
+def _num_recorded(options: CalibrateOptions) -> int:
+    """Slots for every node that a layer of top_k expands, so that no layer is narrowed."""
+    return 1 + options.top_k * (options.max_depth - 1)
 
 
 def _fit_into(
@@ -244,6 +257,12 @@ def _up_to(trace: DraftTrace, max_depth: int) -> DraftTrace:
 def _prepare(content: dict[str, Any], options: CalibrateOptions) -> None:
     """Put in the depths that are measured, as far as the file does not say otherwise, and take
     the old gates out. Raises EchoError where that does not go together."""
+    if _num_recorded(options) > MAX_NODES_PER_REQUEST:
+        raise EchoError(
+            f"--top-k: {options.top_k} with --max-depth {options.max_depth} takes "
+            f"{_num_recorded(options)} draft slots of a request, and there are "
+            f"{MAX_NODES_PER_REQUEST}; lower one of them"
+        )
     echo = content["echo"]
     num_nodes = content.setdefault("num_speculative_tokens", EchoConfig.num_speculative_tokens)
     echo.setdefault("max_depth", min(options.max_depth, num_nodes))

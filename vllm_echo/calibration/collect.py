@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_echo.acceptance import KINDS
-from vllm_echo.calibration.prompts import fingerprint
+from vllm_echo.cache import fingerprint
 from vllm_echo.errors import EchoError
 from vllm_echo.trace import DraftTrace
 

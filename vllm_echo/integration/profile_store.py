@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_echo.calibration.prompts import fingerprint
+from vllm_echo.cache import cache_dir, fingerprint
 from vllm_echo.cost import CostCurve
-from vllm_echo.demo.convert import cache_dir
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.version import __version__
 
@@ -18,10 +17,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_METHOD = 2
+"""Counts up when `quick_profile` measures something else: earlier curves are not read then."""
+
+
 def profile_path(vllm_config: "VllmConfig") -> Path:
     """Where the curve of this pair of models on this machine is kept."""
     target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     key = {
+        "method": _METHOD,
         "target": [target.model, target.revision, str(target.dtype), target.quantization],
         "draft": [draft.model, draft.revision, str(draft.dtype), draft.quantization],
         "eager": target.enforce_eager,

@@ -107,6 +107,11 @@ def _target_rules(target: "ModelConfig") -> Iterator[Rule]:
         f"installed logits processors ({', '.join(plugins)})",
         "uninstall the package that brings them",
     )
+    yield (
+        target.enable_prompt_embeds,
+        "prompt embeddings",
+        "the head needs token ids: leave --enable-prompt-embeds out",
+    )
     yield (target.runner_type != "generate", "pooling models", OTHER_TARGET)
     yield (target.is_encoder_decoder, "encoder-decoder models", OTHER_TARGET)
     yield (target.is_multimodal_model, "multimodal models", OTHER_TARGET)

@@ -74,7 +74,7 @@ def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndar
     num_prefill = 0
     for index in prefilling.nonzero()[0]:
         request = runner.requests[runner.input_batch.req_ids[index]]
-        num_prefill += request.num_prompt_tokens - int(roots[index]) - 1
+        num_prefill += request.num_tokens - int(roots[index]) - 1
     return StepLoad(
         num_requests=int(decoding.sum()),
         num_prefill_tokens=min(max(0, num_prefill), runner.max_num_tokens),
@@ -98,7 +98,9 @@ def _useful_depth(runner: "EchoCPUModelRunner", index: int, params: SamplingPara
     output = runner.requests[runner.input_batch.req_ids[index]].output_token_ids
     if not output:
         return 0  # nothing could be sampled: logits that are no numbers
-    if len(output) >= params.min_tokens and output[-1] in params.all_stop_token_ids:
+    # As vLLM's `check_stop` does after this step: a request may ignore the end of a sequence.
+    stops = output[-1] == params.eos_token_id or output[-1] in (params.stop_token_ids or ())
+    if stops and len(output) >= params.min_tokens:
         return _ENDS
     left = runner.max_model_len
     if params.max_tokens is not None:

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -78,11 +79,19 @@ class EchoCPUModelRunner(CPUModelRunner):
         self._step: Step | None = None
         self._stats: StepStats | None = None
         self.target_layers: list[Attention] = []
+        self._settle_thinking_budgets()
+        logger.info("ECHO on the V1 CPU runner: %s", config)
+
+    def may_reinitialize_input_batch(self, kv_cache_config: KVCacheConfig) -> None:
+        super().may_reinitialize_input_batch(kv_cache_config)
+        self._settle_thinking_budgets()
+
+    def _settle_thinking_budgets(self) -> None:
+        """A batch's holder of them assumes chains where vLLM speculates; we draft nothing for its
+        requests, and every request has one row there."""
         holder = self.input_batch.thinking_budget_state_holder
         if holder is not None:
-            # Its speculative mode assumes chains; we draft nothing for its requests.
             holder.in_spec_mode = False
-        logger.info("ECHO on the V1 CPU runner: %s", config)
 
     def set_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Change some of the options ``EchoConfig.to_dict`` has; raises EchoConfigError."""
@@ -92,6 +101,15 @@ class EchoCPUModelRunner(CPUModelRunner):
             raise EchoConfigError(
                 f"num_speculative_tokens: {config.num_speculative_tokens} is more than the "
                 f"{self.num_spec_tokens} that this engine was started with; start it with more"
+            )
+        if self.recorder is not None:
+            raise EchoConfigError(
+                "echo: options cannot change while drafts are recorded; stop the recording first"
+            )
+        if config.needs_profile and config.profile is None:
+            raise EchoConfigError(
+                "echo.profile: is missing, and only a start measures one; give the one that "
+                "`vllm-echo profile` writes, or a whole number for k_max and a policy but goodput"
             )
         self.pipeline.set_options(config)
         return config.to_dict()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage times in a file, and what a machine with others on it says of a time."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from vllm_echo.timing import STAGE_TIMES_ENV, WRITE_EVERY, StageTimer, lower_quartile, spread
+
+
+def run_steps(timer: StageTimer, count: int) -> None:
+    for _ in range(count):
+        with timer.stage("verify"):
+            pass
+        timer.count("nodes", 2)
+        timer.end_step()
+
+
+def test_a_file_holds_the_sums(tmp_path: Path) -> None:
+    path = tmp_path / "stages.json"
+    run_steps(StageTimer(path), WRITE_EVERY)
+    content = json.loads(path.read_text())
+    assert content["steps"] == WRITE_EVERY
+    assert content["counts"] == {"nodes": 2.0 * WRITE_EVERY}
+    assert content["seconds"]["verify"] > 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a server that dies of its own stop-watch, twenty steps after the start."""
+    path = tmp_path / "no such folder" / "stages.json"
+    timer = StageTimer(path)
+    with caplog.at_level(logging.WARNING, "vllm_echo.timing"):
+        run_steps(timer, 3 * WRITE_EVERY)
+    (record,) = caplog.records
+    assert STAGE_TIMES_ENV in record.getMessage() and str(path) in record.getMessage()
+    assert not timer.enabled
+
+
+def test_quartiles() -> None:
+    assert lower_quartile([4.0, 1.0, 3.0, 2.0]) == 2.0
+    assert lower_quartile([7.0]) == 7.0
+    assert spread([1.0, 1.0, 1.0, 1.0]) == 1.0
+    assert spread([1.0, 2.0, 3.0, 4.0]) == 2.0
