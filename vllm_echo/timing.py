@@ -22,14 +22,10 @@ NOISY = 1.25
 """``spread`` of step times from which a machine counts as too busy to be measured."""
 
 
-def lower_quartile(times: Sequence[float]) -> float:
-    """The time that three quarters of ``times`` exceed."""
-    return sorted(times)[len(times) // 4]
-
-
 def spread(times: Sequence[float]) -> float:
     """Upper over lower quartile: 1 on a machine that does nothing else."""
-    return sorted(times)[3 * len(times) // 4] / lower_quartile(times)
+    ordered = sorted(times)
+    return ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
 
 
 class StageTimer:

@@ -201,9 +201,9 @@ def main() -> None:
     for batch in args.batches:
         for context in args.contexts:
             for rows in args.rows:
-                case = make_case(
-                    batch, context, rows, *args.heads, args.head_dim, getattr(torch, args.dtype)
-                )
+                heads, kv_heads = args.heads
+                dtype = getattr(torch, args.dtype)
+                case = make_case(batch, context, rows, heads, kv_heads, args.head_dim, dtype)
                 stock_us, chain_us, tree_us = measure(case, rows, args.seconds, clock)
                 print(
                     f"{batch:5d} {context:7d} {rows:4d} | {stock_us:8.1f} {chain_us:9.1f} "

@@ -169,9 +169,9 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     )
     prompts = datasets.arrange(sets, args.by_dataset)
     kv = kv_size(args, model, mean_tokens)
-    groups = journal.settings.get("groups")
-    if journal.complete or not journal.measurements:
-        groups = split_into_groups(list(lineup.servers), capacity(args, lineup, model, kv))
+    goes_on = bool(journal.measurements) and not journal.complete
+    groups: list[list[str]] = journal.settings["groups"] if goes_on else []
+    groups = groups or split_into_groups(list(lineup.servers), capacity(args, lineup, model, kv))
     settings = {
         "model": model,
         "default": lineup.default,

@@ -4,10 +4,10 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from benchmarks.serving.errors import BenchmarkError
 
@@ -118,8 +118,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The model's own."""
     from transformers import AutoTokenizer
 
-    load: Callable[[str], Tokenizer] = AutoTokenizer.from_pretrained
     try:
-        return load(model)
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(model))
     except (OSError, ValueError) as error:
         raise BenchmarkError(f"--model: {str(error).strip().splitlines()[0]}") from None

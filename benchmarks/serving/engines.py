@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.errors import BenchmarkError
-from vllm_echo.config import AUTO, default_policy
+from vllm_echo.config import AUTO, default_policy, is_echo_request
 
 BASELINE = "none"
 ECHO_SERVER = "echo"
@@ -119,7 +119,9 @@ def is_stock(name: str, server: str) -> bool:
 
 def needs_quiet_start(config: Mapping[str, Any] | None) -> bool:
     """Will a server of this configuration measure the machine when it starts?"""
-    options = (config or {}).get("echo") or {}
+    if config is None or not is_echo_request(config):
+        return False
+    options = config.get("echo") or {}
     elastic = options.get("k_max") in (None, AUTO)
     policy = options.get("policy") or default_policy(options)
     return (elastic or policy == "goodput") and not options.get("profile")

@@ -87,16 +87,18 @@ def latency(results: Results, condition: Condition) -> Any:
     panels = [("tpot", 50), ("tpot", 99), ("e2e", 50), ("e2e", 99)]
     for axis, (kind, percent) in zip(axes.flat, panels, strict=True):
         for name in shown:
-            curve(
-                axis,
-                results,
-                name,
-                lambda n, c, k=kind, p=percent: results.percentile(condition, n, c, k, p),
-            )
+            curve(axis, results, name, latency_of(results, condition, kind, percent))
         axis.set_ylabel(f"{kind.upper()} p{percent}, ms")
         log_scale(axis)
     finish(results, list(axes.flat))
     return figure
+
+
+def latency_of(
+    results: Results, condition: Condition, kind: str, percent: int
+) -> Callable[[str, int], float | None]:
+    """(engine, concurrency) -> a percentile of one kind of latency."""
+    return lambda name, c: results.percentile(condition, name, c, kind, percent)
 
 
 def accepted(results: Results, condition: Condition) -> Any:
@@ -111,9 +113,10 @@ def accepted(results: Results, condition: Condition) -> Any:
 
 def stages(results: Results, condition: Condition) -> Any:
     """A step of the default configuration, stage by stage, beside a plain step."""
-    if not default_of(results):
+    default = results.default
+    if default is None or not default_of(results):
         return None
-    loads = {c: results.stages(condition, results.default, c) for c in results.concurrencies}
+    loads = {c: results.stages(condition, default, c) for c in results.concurrencies}
     names = list(dict.fromkeys(name for times in loads.values() for name in times))
     if not names:
         return None

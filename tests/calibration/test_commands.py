@@ -4,6 +4,7 @@ that is not there."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -419,7 +420,7 @@ def test_profile_writes_a_curve_a_budget_and_a_picture(
     assert "| requests | plain step, ms |" in told.out
     assert f"Knee of the paper's hinge: {config.profile.knee()} rows." in told.out
     assert "nan" not in told.out
-    assert "22/22" in told.err
+    assert "44/44" in told.err
     assert "the machine was busy" not in told.err
     (engine,) = FakeEngine.engines
     assert engine.closed
@@ -512,7 +513,10 @@ def test_rare_luck_is_no_acceptance(
     monkeypatch.setattr(FakeEngine, "law", staticmethod(platt((-6.0, 0.1))))
     assert calibrate(tmp_path / "echo.json") == 0
     assert "nothing that the head drafted is worth verifying" in capsys.readouterr().out
-    assert served(tmp_path / "echo.json").k_max == 0
+    config = served(tmp_path / "echo.json")
+    assert config.k_max == "auto"
+    policy = make_policy(replace(config, profile=CURVE))
+    assert [policy.offer(load).num_nodes for load in LOADS] == [0] * len(LOADS)
 
 
 def test_trees_that_no_request_can_hold_are_refused_by_their_options(

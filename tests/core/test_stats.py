@@ -134,7 +134,7 @@ def test_a_step_is_counted_as_node_by_node(policy: str) -> None:
         tree = pack_trees(draft_trees(trees))
         paths = random_walk(source, tree)
         gates = tuple(Gate(depth, source.choice([0.1, 0.5])) for depth in (0, 2))
-        config = EchoConfig(policy=policy, gates=gates, transfer=source.random() < 0.5)
+        config = EchoConfig(policy=policy, k_max=32, gates=gates, transfer=source.random() < 0.5)
         proposal = random_proposal(source, config, source.choice([1, 7, 32, 1000]))
         stats = StepStats.of_step(tree, paths, proposal)
         expected, accepted = node_by_node(tree, paths, proposal)
@@ -177,7 +177,7 @@ def test_nothing_moves_where_transfer_is_off(policy: str) -> None:
     moved = {True: 0, False: 0}
     for transfer in moved:
         for seed in SEEDS:
-            config = EchoConfig(policy=policy, transfer=transfer)
+            config = EchoConfig(policy=policy, k_max=32, transfer=transfer)
             proposal = random_proposal(random.Random(seed), config, 11)
             tree = pack_roots(1, CPU)
             no_path = random_walk(random.Random(0), tree)

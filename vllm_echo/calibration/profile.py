@@ -3,7 +3,7 @@
 
 Everything is measured as the engine runs it, with scheduling, sampling and the way between
 processes: plain steps over batch sizes, steps with fixed trees over budgets, drafting over
-depths. Everything is run twice, forwards and backwards, and a time is the lower quartile over
+depths. Everything is run twice, forwards and backwards, and what counts is the fastest quarter of
 the steps of both runs: what others do on the machine only ever adds, and comes and goes. The
 lines are least squares with coefficients that cannot be negative.
 """
@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 
 from vllm_echo.cost import CostCurve, Line
 from vllm_echo.errors import EchoError
-from vllm_echo.timing import lower_quartile, spread
+from vllm_echo.timing import spread
 
 STEPS = 16
 """Decoding steps of one run, at least."""
@@ -34,7 +34,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """Steps of one kind; milliseconds, lower quartiles."""
+    """Means over steps of one kind; milliseconds."""
 
     requests: int
     nodes: float
@@ -66,13 +66,15 @@ def whole_steps(log: list[dict[str, Any]], requests: int) -> list[dict[str, Any]
 
 
 def measure(steps: list[dict[str, Any]], requests: int) -> Measurement:
-    """Of steps that hold ``requests`` requests."""
+    """The fastest quarter of ``steps``, which hold ``requests`` requests: everything of the same
+    steps, since contexts grow from step to step and their times with them."""
+    fastest = sorted(steps, key=lambda s: s["period"])[: 1 + len(steps) // 4]
 
     def count(name: str) -> float:
-        return statistics.fmean(s["counts"].get(name, 0.0) for s in steps)
+        return statistics.fmean(s["counts"].get(name, 0.0) for s in fastest)
 
     def milliseconds(stage: str) -> float:
-        return 1000 * lower_quartile([s["seconds"].get(stage, 0.0) for s in steps])
+        return 1000 * statistics.fmean(s["seconds"].get(stage, 0.0) for s in fastest)
 
     return Measurement(
         requests=requests,
@@ -80,7 +82,7 @@ def measure(steps: list[dict[str, Any]], requests: int) -> Measurement:
         layers=count("layers"),
         frontier_nodes=count("frontier_nodes"),
         context=count("context_tokens") / requests,
-        period=1000 * lower_quartile([s["period"] for s in steps]),
+        period=1000 * statistics.fmean(s["period"] for s in fastest),
         catch_up=milliseconds("catch_up"),
         draft=milliseconds("draft"),
         noise=spread([s["period"] for s in steps]),

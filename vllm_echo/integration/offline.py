@@ -25,6 +25,9 @@ _ENVIRONMENT = {
 
 _SHUTDOWN_SECONDS = 30.0
 
+_OPENMP = ("libiomp", "libomp", "libgomp")
+"""Libraries of which a process holds one."""
+
 
 class OfflineEngine:
     """One vLLM engine with echo, as it would be served, driven from here."""
@@ -148,11 +151,11 @@ class OfflineEngine:
 
 @contextmanager
 def _openmp_preloaded() -> Iterator[None]:
-    """Processes that are started meanwhile load Intel's OpenMP first, where it is installed, as
-    vLLM wants it on x86 and ``scripts/serve.sh`` does."""
+    """Processes that are started meanwhile load Intel's OpenMP first, where it is installed and no
+    other one is preloaded, as vLLM wants it on x86 and ``scripts/serve.sh`` does."""
     before = os.environ.get("LD_PRELOAD")
     library = Path(sys.prefix, "lib", "libiomp5.so")
-    if library.is_file() and library.name not in (before or ""):
+    if library.is_file() and not any(name in (before or "") for name in _OPENMP):
         os.environ["LD_PRELOAD"] = f"{before}:{library}" if before else str(library)
     try:
         yield
