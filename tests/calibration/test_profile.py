@@ -93,24 +93,22 @@ def test_other_machines_are_recovered_too(seed: int) -> None:
 
 def test_each_run_is_told_what_it_measures() -> None:
     """Batch sizes by powers of two and the largest, one long context, trees of several shapes; no
-    more nodes than the engine has room for. All of it once more, backwards."""
+    more nodes than the engine has room for. What is compared is run side by side, and all of it
+    once more."""
     machine = FakeMachine()
     heard: list[tuple[int, int]] = []
     take_measurements(machine, 6, 4, LONG, lambda *told: heard.append(told))
     calls = machine.calls[: len(machine.calls) // 2]
-    assert machine.calls[len(calls) :] == calls[::-1]
-    plain = [call for call in calls if not call[2]["k_max"]]
-    assert [(n, context) for n, context, _ in plain] == [
-        *((n, SHORT_CONTEXT) for n in (1, 2, 4, 6)),
-        (4, LONG),
+    assert machine.calls[len(calls) :] == calls
+    told = [(n, context, options.get("num_speculative_tokens", 0)) for n, context, options in calls]
+    assert told == [
+        *((n, SHORT_CONTEXT, nodes) for n in (1, 2) for nodes in (0, 4, 2, 1)),
+        (4, SHORT_CONTEXT, 0),
+        *((4, LONG, nodes) for nodes in (0, 4)),
+        *((4, SHORT_CONTEXT, nodes) for nodes in (4, 2, 1)),
+        (6, SHORT_CONTEXT, 0),
     ]
-    long_tree = calls[-1]
-    assert long_tree[:2] == (4, LONG) and long_tree[2] == calls[-3][2]
-    trees = [call for call in calls[:-1] if call[2]["k_max"]]
-    assert [n for n, _, _ in trees] == [1] * 3 + [2] * 3 + [4] * 3
-    assert {options["num_speculative_tokens"] for _, _, options in trees} == {1, 2, 4}
-    for _, context, options in trees:
-        assert context == SHORT_CONTEXT
+    for _, _, options in calls:
         EchoConfig.from_dict(options)
     total = len(machine.calls)
     assert heard == [(done, total) for done in range(total + 1)]

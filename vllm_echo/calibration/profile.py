@@ -3,9 +3,9 @@
 
 Everything is measured as the engine runs it, with scheduling, sampling and the way between
 processes: plain steps over batch sizes, steps with fixed trees over budgets, drafting over
-depths. Everything is run twice, forwards and backwards, and what counts is the fastest quarter of
-the steps of both runs: what others do on the machine only ever adds, and comes and goes. The
-lines are least squares with coefficients that cannot be negative.
+depths. Everything is run twice, and what counts is the fastest quarter of the steps of both runs:
+what others do on the machine only ever adds, and comes and goes. The lines are least squares with
+coefficients that cannot be negative.
 """
 
 import itertools
@@ -199,17 +199,20 @@ def take_measurements(
     several = max(n for n in tree_counts if n <= _CONTEXT_REQUESTS)
     shapes = list(_shapes(max_nodes))
     no_nodes: dict[str, Any] = {"k_max": 0}
-    plan = [
-        *((n, SHORT_CONTEXT, no_nodes) for n in counts),
-        *((n, SHORT_CONTEXT, shape) for n in tree_counts for shape in shapes),
-        (several, long_context, no_nodes),
-        (several, long_context, shapes[-1]),
-    ]
+    # What is compared stands side by side: a machine's speed drifts.
+    plan: list[tuple[str, int, int, dict[str, Any]]] = []
+    for n in counts:
+        plan.append(("plain", n, SHORT_CONTEXT, no_nodes))
+        if n == several:
+            plan.append(("long plain", n, long_context, no_nodes))
+            plan.append(("long tree", n, long_context, shapes[-1]))
+        if n in tree_counts:
+            plan += [("tree", n, SHORT_CONTEXT, shape) for shape in reversed(shapes)]
     steps: list[list[dict[str, Any]]] = [[] for _ in plan]
-    order = [*range(len(plan)), *reversed(range(len(plan)))]
-    for done, index in enumerate(order):
-        progress(done, len(order))
-        requests, context, options = plan[index]
+    for done in range(2 * len(plan)):
+        progress(done, 2 * len(plan))
+        index = done % len(plan)
+        _, requests, context, options = plan[index]
         found = whole_steps(run(requests, context, options), requests)
         if not found:
             raise EchoError(
@@ -217,11 +220,12 @@ def take_measurements(
                 "the KV cache more room (VLLM_CPU_KVCACHE_SPACE, in GiB), or lower --max-requests"
             )
         steps[index] += found
-    progress(len(order), len(order))
-    *measured, long_plain, long_tree = (
-        measure(found, requests) for found, (requests, _, _) in zip(steps, plan, strict=True)
-    )
-    return Measurements(measured[: len(counts)], measured[len(counts) :], long_plain, long_tree)
+    progress(2 * len(plan), 2 * len(plan))
+    measured: dict[str, list[Measurement]] = {kind: [] for kind, *_ in plan}
+    for (kind, requests, _, _), found in zip(plan, steps, strict=True):
+        measured[kind].append(measure(found, requests))
+    (long_plain,), (long_tree,) = measured["long plain"], measured["long tree"]
+    return Measurements(measured["plain"], measured["tree"], long_plain, long_tree)
 
 
 def _powers(most: int) -> Iterable[int]:
