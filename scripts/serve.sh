@@ -30,7 +30,9 @@ name=$(basename "$MODEL")
 # vLLM asks for Intel's OpenMP on x86 (it came with the pinned packages); without it speculation
 # loses much of its gain. tcmalloc helps too, where it is installed (apt: libtcmalloc-minimal4).
 preload=${LD_PRELOAD:-}
-for library in .venv/lib/libiomp5.so \
+openmp=.venv/lib/libiomp5.so
+case $preload in *libiomp* | *libomp* | *libgomp*) openmp= ;; esac  # a process holds one of them
+for library in $openmp \
   /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 /usr/lib/x86_64-linux-gnu/libtcmalloc.so.4; do
   if [ -f "$library" ]; then
     preload=$preload${preload:+:}$(realpath "$library")

@@ -27,6 +27,7 @@ from benchmarks.serving import counters
 from benchmarks.serving.engines import needs_quiet_start
 from benchmarks.serving.errors import BenchmarkError
 from vllm_echo.config_file import is_echo_request
+from vllm_echo.integration.offline import intel_openmp
 from vllm_echo.timing import STAGE_TIMES_ENV
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -36,8 +37,7 @@ STOP_TIMEOUT = 20
 LOG_LINES = 8
 CAUSE = re.compile(r"\b\w*(Error|Exception): |\berror: ")
 PR_SET_PDEATHSIG = 1
-LIBRARIES = (
-    Path(sys.prefix) / "lib" / "libiomp5.so",
+ALLOCATORS = (
     Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
     Path("/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"),
 )
@@ -78,8 +78,10 @@ class Serving:
 def environment(stages: Path) -> dict[str, str]:
     """A server's: that of `make serve`, with the development endpoints."""
     values = dict(os.environ)
-    libraries = [str(path.resolve()) for path in LIBRARIES if path.is_file()]
-    values["LD_PRELOAD"] = ":".join(filter(None, [values.get("LD_PRELOAD"), *libraries]))
+    given = values.get("LD_PRELOAD", "")
+    wanted = [intel_openmp(given), *(path for path in ALLOCATORS if path.is_file())]
+    libraries = [str(path.resolve()) for path in wanted if path is not None]
+    values["LD_PRELOAD"] = ":".join(filter(None, [given, *libraries]))
     values.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the command's
     values.pop("VLLM_API_KEY", None)
     values["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, values.get("PYTHONPATH")]))

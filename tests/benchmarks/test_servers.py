@@ -38,7 +38,8 @@ class Program(Serving):
 
 @pytest.fixture(autouse=True)
 def no_preloading(monkeypatch):
-    monkeypatch.setattr(servers, "LIBRARIES", ())
+    monkeypatch.setattr(servers, "ALLOCATORS", ())
+    monkeypatch.setattr(servers, "intel_openmp", lambda _: None)
 
 
 def program(text: str) -> Program:

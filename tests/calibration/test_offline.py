@@ -149,6 +149,7 @@ def test_the_engines_processes_load_openmp(openmp: str) -> None:
     [
         ("/usr/lib/libtcmalloc.so.4", "/usr/lib/libtcmalloc.so.4:{}"),
         ("/opt/libiomp5.so", "/opt/libiomp5.so"),
+        ("/usr/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"),
         ("/a.so:/opt/libiomp5.so:/b.so", "/a.so:/opt/libiomp5.so:/b.so"),
     ],
 )

@@ -25,9 +25,6 @@ _ENVIRONMENT = {
 
 _SHUTDOWN_SECONDS = 30.0
 
-_OPENMP = ("libiomp", "libomp", "libgomp")
-"""Libraries of which a process holds one."""
-
 
 class OfflineEngine:
     """One vLLM engine with echo, as it would be served, driven from here."""
@@ -149,13 +146,21 @@ class OfflineEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
 
 
+def intel_openmp(preloaded: str) -> Path | None:
+    """The library that vLLM wants to be preloaded on x86, where it is installed and ``preloaded``,
+    as in LD_PRELOAD, has no OpenMP: a process holds one."""
+    library = Path(sys.prefix, "lib", "libiomp5.so")
+    there = any(name in preloaded for name in ("libiomp", "libomp", "libgomp"))
+    return library if library.is_file() and not there else None
+
+
 @contextmanager
 def _openmp_preloaded() -> Iterator[None]:
-    """Processes that are started meanwhile load Intel's OpenMP first, where it is installed and no
-    other one is preloaded, as vLLM wants it on x86 and ``scripts/serve.sh`` does."""
+    """Processes that are started meanwhile load Intel's OpenMP first, as ``scripts/serve.sh``
+    does."""
     before = os.environ.get("LD_PRELOAD")
-    library = Path(sys.prefix, "lib", "libiomp5.so")
-    if library.is_file() and not any(name in (before or "") for name in _OPENMP):
+    library = intel_openmp(before or "")
+    if library is not None:
         os.environ["LD_PRELOAD"] = f"{before}:{library}" if before else str(library)
     try:
         yield
