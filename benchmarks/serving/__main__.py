@@ -11,11 +11,12 @@ machine meanwhile; the report says how busy it was.
 
 import argparse
 import json
+import math
 import signal
 import sys
 from pathlib import Path
 
-from benchmarks.serving import datasets, plots, report, sizing
+from benchmarks.serving import client, datasets, plots, report, sizing
 from benchmarks.serving.engines import BASELINE, Lineup, build_lineup, prepare_demo, read_config
 from benchmarks.serving.errors import BenchmarkError
 from benchmarks.serving.fleet import available_memory, free_ports
@@ -98,7 +99,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--temperature", type=float, nargs="+")
     add("--rounds", type=int)
     add("--minutes", type=float, help="begin no further round that would end later")
-    add("--output-tokens", type=int, help="most tokens of an answer")
+    add(
+        "--output-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of an answer: from N/2 to 3N/2, evenly spread",
+    )
     add(
         "--requests",
         type=float,
@@ -165,7 +171,7 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     sets, mean_tokens = datasets.cut_to_fit(
         datasets.load_sets(args.data),
         datasets.load_tokenizer(model),
-        args.max_model_len - args.output_tokens,
+        args.max_model_len - output_limits(args)[1],
     )
     prompts = datasets.arrange(sets, args.by_dataset)
     kv = kv_size(args, model, mean_tokens)
@@ -185,6 +191,7 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
         "mean_prompt_tokens": mean_tokens,
         "requests": args.requests,
         "output_tokens": args.output_tokens,
+        "output_limits": output_limits(args),
         "seed": args.seed,
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -212,6 +219,11 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
         folder=args.out,
         journal=journal,
     ).run()
+
+
+def output_limits(args: argparse.Namespace) -> tuple[int, int]:
+    """Most tokens of the shortest and of the longest answers."""
+    return args.output_tokens // 2, math.ceil(client.LONGEST * args.output_tokens)
 
 
 def settings_of_servers() -> dict[str, str]:

@@ -20,6 +20,9 @@ import numpy as np
 from benchmarks.serving.errors import BenchmarkError
 
 PERCENTILES = (50, 90, 99)
+GOLDEN = 0.6180339887498949
+LONGEST = 1.5
+"""Most tokens of the longest answers over the mean."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Load:
     prompts: Sequence[str]
     concurrency: int
     output_tokens: int
+    """Most tokens of an answer, on average: see ``output_limit``."""
     temperature: float
     seed: int
     """Of the first request; the others count on."""
@@ -56,6 +60,13 @@ def send(url: str, model: str, load: Load) -> dict[str, Any]:
     """Send all requests of ``load``, wait for all answers, and sum up."""
     seconds, answers = asyncio.run(_send_all(url, model, load))
     return summarise(seconds, answers)
+
+
+def output_limit(mean: int, number: int) -> int:
+    """Most tokens of the answer to request ``number``: spread evenly from half of ``mean`` to one
+    and a half of it. With one limit for all, plain decoding answers every slot in lockstep, which
+    no traffic does: it never has a slot that ends later than others, and speculation has."""
+    return max(1, round(mean * (LONGEST - 1 + GOLDEN * number % 1)))
 
 
 async def _send_all(url: str, model: str, load: Load) -> tuple[float, list[Answer]]:
@@ -90,7 +101,7 @@ async def _slot(
         body = {
             "model": model,
             "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": load.output_tokens,
+            "max_tokens": output_limit(load.output_tokens, load.seed + number),
             "temperature": load.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -45,6 +45,8 @@ def about(journal: Journal, results: Results) -> str:
     rounds = len({m["round"] for m in results.measurements})
     changes = session["uncommitted_changes"]
     versions = ", ".join(f"{name} {number}" for name, number in session["versions"].items())
+    # Earlier results have one limit for all answers.
+    limits = " to ".join(map(str, settings.get("output_limits", [settings["output_tokens"]])))
     lines = [
         f"    {session['command']}",
         "",
@@ -54,7 +56,7 @@ def about(journal: Journal, results: Results) -> str:
         + f"; {versions}.",
         "",
         f"Model {Path(settings['model']).name}, {settings['dtype']}; at most "
-        f"{settings['output_tokens']} tokens an answer; {rounds} rounds, engines interleaved"
+        f"{limits} tokens an answer; {rounds} rounds, engines interleaved"
         + (f", in {len(settings['groups'])} groups" if len(settings["groups"]) > 1 else "")
         + ". Mean prompt tokens: "
         + ", ".join(f"{name} {mean:.0f}" for name, mean in settings["mean_prompt_tokens"].items())

@@ -71,6 +71,7 @@ def journal_of(folder: Path, measurements: list[dict[str, Any]], **changes: Any)
         "skipped": dict(lineup.skipped),
         "dtype": "bfloat16",
         "output_tokens": 128,
+        "output_limits": (64, 192),
         "mean_prompt_tokens": {"mixed": 50.0},
         **changes,
     }

@@ -63,6 +63,20 @@ def test_all_prompts_are_sent_once_and_never_more_than_wanted_at_a_time():
     assert len(answers) == 7
 
 
+def test_answers_differ_in_length_and_by_nothing_but_their_number():
+    """Catches a load that plain decoding answers in lockstep, and one that differs from engine to
+    engine: the limits are those of the requests, whichever slot sends them."""
+    server = Recorder()
+    run(server.answer, load_of(7, concurrency=3))
+    limits = {body["messages"][0]["content"]: body["max_tokens"] for body in server.bodies}
+    assert limits == {f"q{i}": client.output_limit(8, 100 + i) for i in range(7)}
+    many = [client.output_limit(128, number) for number in range(500)]
+    assert min(many) == 64 and max(many) == 192
+    assert sum(many) / len(many) == pytest.approx(128, abs=1)
+    assert all(len(set(many[i : i + 8])) == 8 for i in range(400))
+    assert client.output_limit(1, 0) == 1
+
+
 def test_times_end_with_the_last_token_not_with_the_usage():
     _, (answer,) = run(Recorder().answer, load_of(1, 1))
     assert (answer.prompt_tokens, answer.output_tokens) == (5, 6)
