@@ -9,6 +9,8 @@ Nothing heavy is imported before a command needs it.
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     command: Command = args.command
     try:
-        return command(args)
+        status = command(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # somebody read the first lines only
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except EchoError as error:
         print(f"vllm-echo: error: {error}", file=sys.stderr)
         return EXIT_ERROR

@@ -126,7 +126,7 @@ class CostCurve:
             check_numbers(key, point, 2, meaning)
             check_int(key, point[0], 1, None, "rows of a step")
             if point[1] <= 0:
-                raise EchoConfigError(f"{key}: {point[1]} ms is no time; give {meaning}")
+                raise EchoConfigError(f"{key}: {point[1]} ms is no time above 0; {remedy}")
             if index and point[0] <= points[index - 1][0]:
                 raise EchoConfigError(f"{path}.step[{index}]: rows do not ascend; {remedy}")
             if index and point[1] < points[index - 1][1]:

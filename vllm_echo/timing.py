@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # what vLLM has set up is heard
 
 STAGE_TIMES_ENV = "VLLM_ECHO_STAGE_TIMES"
 """Path of a JSON file; when set, every worker sums its stage times and rewrites the file

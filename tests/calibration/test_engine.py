@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.calibration.kit import CURVE
 from tests.serving import tiny
 from vllm_echo.config import EchoConfig
 from vllm_echo.cost import StepLoad
@@ -102,10 +104,11 @@ def test_a_head_that_is_never_right_is_found_out(calibrated: tuple[Path, str]) -
     """The result drafts nothing, and says so."""
     output, said = calibrated
     assert "the head was never right: the root gate lets nothing pass" in said
-    assert 'nothing will be drafted ("k_max" is 0)' in said
+    assert 'nothing will be drafted ("k_max" is "auto")' in said
     assert f"wrote {output}" in said
     config = EchoConfig.from_speculative_config(json.loads(output.read_text()))
-    assert make_policy(config).offer(StepLoad(4)).num_nodes == 0
+    policy = make_policy(replace(config, profile=CURVE))
+    assert [policy.offer(StepLoad(n)).num_nodes for n in (1, 4, 64)] == [0, 0, 0]
     report = output.with_suffix(".calibration.md").read_text()
     assert report in said
     for depth in (1, 2, 3):
@@ -179,6 +182,6 @@ def test_a_profile_of_the_tiny_pair(
     assert all(ms > 0 for _, ms in config.profile.step)
     assert config.profile.roots(1) > 0
     assert after["echo"].pop("profile")
-    assert after["echo"].pop("k_max") != before["echo"].pop("k_max")
+    assert after["echo"].pop("k_max") == "auto"
     assert after == before
     assert output.with_suffix(".profile.png").stat().st_size > 5000

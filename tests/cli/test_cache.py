@@ -29,4 +29,4 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("VLLM_ECHO_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    assert cache_dir() == Path(tempfile.gettempdir(), "vllm-echo")
+    assert cache_dir() == Path(tempfile.gettempdir(), ".cache", "vllm-echo")

@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,16 @@ def test_doctor_prints_a_remedy_below_its_problem(
     out = capsys.readouterr().out
     assert "PROBLEM b: bad\n        -> do this\n" in out
     assert out.endswith("echo could not serve on this machine\n")
+
+
+def test_a_reader_of_the_first_lines_only_is_no_error() -> None:
+    """`vllm-echo doctor | head -0`: catches a traceback."""
+    command = [sys.executable, "-m", "vllm_echo.cli", "patch", "status", "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

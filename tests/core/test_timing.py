@@ -29,12 +29,13 @@ def test_a_file_holds_the_sums(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a server that dies of its own stop-watch, twenty steps after the start."""
     path = tmp_path / "no such folder" / "stages.json"
     timer = StageTimer(path)
-    with caplog.at_level(logging.WARNING, "vllm_echo.timing"):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm.vllm_echo.timing"):
         run_steps(timer, 3 * WRITE_EVERY)
     (record,) = caplog.records
     assert STAGE_TIMES_ENV in record.getMessage() and str(path) in record.getMessage()

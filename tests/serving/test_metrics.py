@@ -247,6 +247,8 @@ def test_counts_cross_the_processes_of_a_server(target: Path, head: Path, tmp_pa
     assert sum(metrics.nodes("accepted").values()) > 0
     assert metrics.budget("on_depth") > 0 < metrics.budget("on_width")
     assert "ECHO metrics: Steps: " in log.read_text()
+    assert "ECHO on the V1 CPU runner: num_speculative_tokens" in log.read_text()
+    assert 'policy "echo", k_max 32' in log.read_text()
 
 
 def complete(url: str, seed: int, **options) -> None:

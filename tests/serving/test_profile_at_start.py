@@ -87,12 +87,14 @@ def test_a_measurement_is_kept_unless_the_machine_was_busy(
     kept: bool,
 ) -> None:
     monkeypatch.setattr(quick_profile, "measure_in_worker", lambda _: QuickProfile(CURVE, noise))
-    monkeypatch.setattr(quick_profile.logger, "propagate", True, raising=False)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING, quick_profile.logger.name):
         settle_profile(unsettled.runner)
     assert unsettled.runner.pipeline.config.profile == CURVE
     assert profile_path(unsettled.runner.vllm_config).is_file() == kept
     assert list(store.glob("*.partial")) == []
+    assert ("the machine is busy" in caplog.text) == (not kept)
+    assert quick_profile.logger.name.startswith("vllm."), "vLLM's set-up reaches nobody else"
 
 
 def test_a_stored_curve_is_taken_and_nothing_is_measured(

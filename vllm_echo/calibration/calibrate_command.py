@@ -189,6 +189,17 @@ def _fit_into(
             fit.calibration_error(unseen, None),
             fit.calibration_error(unseen, models[kind]),
         )
+        before, after = errors[kind]
+        if after > before:
+            remarks.append(
+                f"{kind} requests: on held-out prompts the calibration errs more than the head's "
+                f"word ({after:.3f} against {before:.3f}): give more prompts"
+            )
+    if config.profile is None:
+        remarks.append(
+            "the costs are assumed, since the file has no cost curve: run `vllm-echo profile` on "
+            "it, then this command again"
+        )
     costs = gate_costs(config.profile, options.concurrency, traces["greedy"])
     fitted, held_out = (fit.LayerTable(trace) for trace in split["greedy"])
     target_depth = min(options.target_depth, split["greedy"][0].max_depth - 1)

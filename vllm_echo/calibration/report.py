@@ -30,7 +30,12 @@ class CalibrationReport:
 
     def markdown(self) -> str:
         thresholds = {gate.depth: gate.threshold for gate in self.gates}
-        lines = [f"# {self.title}", "", "Confidence of the best path by depth, greedy requests."]
+        lines = [
+            f"# {self.title}",
+            "",
+            "Confidence of the best path by depth, greedy requests, all prompts; every fourth "
+            "request takes no part in the fit.",
+        ]
         lines += [
             "",
             "| depth | accepted | rejected | AUC | gate before it |",
@@ -90,6 +95,8 @@ def plot_confidences(
                 [g for g, _ in shown], [p for _, p in shown], widths=0.32, showmedians=True
             )
             pyplot.setp(parts["bodies"], facecolor=color)
+            for line in ("cmedians", "cmins", "cmaxes", "cbars"):
+                parts[line].set_color(color)
         axes.plot([], [], color=color, label=name)
     for depth, threshold in thresholds.items():
         axes.hlines(threshold, depth - 0.42, depth + 0.42, colors="black", linestyles="dashed")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.compat import CARRIER_METHOD, ECHO_CPU_WORKER, STOCK_CPU_WORKER
+from vllm_echo.integration.log import echo_logger
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -159,9 +160,7 @@ def _check_worker(worker_cls: str | type) -> None:
             f"worker_cls: {STOCK_CPU_WORKER} cannot verify trees; leave --worker-cls out, or name "
             f"a subclass of {ECHO_CPU_WORKER}"
         )
-    from vllm.logger import init_logger
-
-    init_logger("vllm.vllm_echo").warning_once(
+    echo_logger(__name__).warning_once(
         "echo is served by the worker %s, as configured; trees are verified only if it derives "
         "from %s.",
         worker_cls,

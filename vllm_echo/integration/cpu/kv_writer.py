@@ -3,10 +3,11 @@
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM, LlamaModel
 
-logger = init_logger(__name__)
+from vllm_echo.integration.log import echo_logger
+
+logger = echo_logger(__name__)
 
 CHUNK = 512
 """Rows written at once. A pass over a few rows costs as much as one over a hundred; one over

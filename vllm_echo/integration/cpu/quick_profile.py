@@ -17,18 +17,18 @@ from unittest.mock import patch
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.logger import init_logger
 
 from vllm_echo.cost import CostCurve, Line
 from vllm_echo.integration.cpu.attention import TreeRows
 from vllm_echo.integration.cpu.drafter import HeadRows
+from vllm_echo.integration.log import echo_logger
 from vllm_echo.integration.profile_store import load_profile, profile_path, store_profile
 from vllm_echo.timing import NOISY, spread
 
 if TYPE_CHECKING:
     from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
 
-logger = init_logger(__name__)
+logger = echo_logger(__name__)
 
 REPEATS = 5
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

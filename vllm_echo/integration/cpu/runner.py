@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -42,6 +41,7 @@ from vllm_echo.integration.cpu.planner import DraftPlan, plan_drafts
 from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
+from vllm_echo.integration.log import echo_logger
 from vllm_echo.pack import pack_roots
 from vllm_echo.pipeline import EchoPipeline, Proposal
 from vllm_echo.policies import make_recording_policy
@@ -50,7 +50,7 @@ from vllm_echo.timing import StageTimer
 from vllm_echo.trace import TraceRecorder
 from vllm_echo.tree import CandidateTrees, SuperTree
 
-logger = init_logger(__name__)
+logger = echo_logger(__name__)
 
 
 @dataclass
