@@ -38,11 +38,11 @@ PRESETS = {
     },
     "quick": {
         "engines": ["eagle3", "default"],
-        "concurrency": [1, 4, 16, 64],
+        "concurrency": [1, 4, 16, 32],
         "temperature": [0.0],
         "rounds": 5,
         "output_tokens": 64,
-        "requests": [4, 1, 64],
+        "requests": [4, 1, 32],
         "minutes": 9.3,
     },
     "smoke": {
