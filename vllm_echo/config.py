@@ -264,8 +264,8 @@ class EchoConfig:
 
 
 def default_policy(options: Mapping[str, Any]) -> str:
-    """The policy of echo options that name none. `goodput` measures better than `echo` at every
-    load (docs/measurements.md) and needs no thresholds; gates that somebody wrote are asked."""
+    """The policy of echo options that name none. `goodput` was ahead of `echo` or within the noise
+    of it (docs/measurements.md) and needs no thresholds; gates that somebody wrote are asked."""
     return "goodput" if options.get("gates") is None else "echo"
 
 
