@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(
       "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes) -> "
       "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
-      "Tensor ancestors, Tensor is_chain)");
+      "Tensor ancestors)");
   m.def(
       "rank_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, int max_nodes) -> "
       "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores)");

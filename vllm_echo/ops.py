@@ -151,7 +151,7 @@ def pack_trees(
 
     Returns:
         cu_rows [R + 1] int32, tokens, parents, depths [T] int32, ancestors [T, W] int64,
-        is_chain [R] bool, as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree.
+        as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree.
 
     ValueError: a count out of range, or a parent that is not before its node.
     """

@@ -30,5 +30,4 @@ def pack_roots(num_requests: int, device: torch.device) -> SuperTree:
         parents=zeros - 1,
         depths=zeros,
         ancestors=torch.ones(num_requests, 1, dtype=torch.int64, device=device),
-        is_chain=torch.ones(num_requests, dtype=torch.bool, device=device),
     )

@@ -119,8 +119,6 @@ class SuperTree:
     """[T] int32, 0 at roots: rope position = root position + depth."""
     ancestors: torch.Tensor
     """[T, W] int64, bit j: the row attends to row j of its request (itself included)."""
-    is_chain: torch.Tensor
-    """[R] bool, every node's parent is the row before it: a causal mask says the same."""
 
     @property
     def num_requests(self) -> int:

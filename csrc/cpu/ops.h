@@ -27,10 +27,10 @@ std::tuple<Tensor, Tensor, Tensor> accept_paths(const Tensor& target_tokens, con
 std::tuple<Tensor, Tensor, Tensor> accept_greedy(const Tensor& logits, const Tensor& cu_rows,
                                                  const Tensor& tokens, const Tensor& parents);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
-                                                                      const Tensor& parents,
-                                                                      const Tensor& depths,
-                                                                      const Tensor& num_nodes);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
+                                                              const Tensor& parents,
+                                                              const Tensor& depths,
+                                                              const Tensor& num_nodes);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, const Tensor& parents,
                                                       const Tensor& depths, const Tensor& scores,

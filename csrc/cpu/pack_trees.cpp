@@ -9,10 +9,10 @@
 
 namespace vllm_echo::cpu {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
-                                                                      const Tensor& parents,
-                                                                      const Tensor& depths,
-                                                                      const Tensor& num_nodes) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
+                                                              const Tensor& parents,
+                                                              const Tensor& depths,
+                                                              const Tensor& num_nodes) {
   require_int32(tokens, "pack_trees: tokens", 2);
   require_int32(parents, "pack_trees: parents", 2);
   require_int32(depths, "pack_trees: depths", 2);
@@ -44,7 +44,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tens
   Tensor out_parents = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor out_depths = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor ancestors = new_tensor(tokens, {num_rows, num_words}, ScalarType::Long);
-  Tensor is_chain = new_tensor(tokens, {num_requests}, ScalarType::Bool);
   for (int64_t r = 0; r < num_requests; ++r) {
     const int64_t first = starts[r];
     const TreeToPack tree{const_data<int32_t>(tokens) + r * tokens.stride(0),
@@ -55,13 +54,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tens
                           data<int32_t>(out_tokens) + first,
                           data<int32_t>(out_parents) + first,
                           data<int32_t>(out_depths) + first,
-                          data<uint64_t>(ancestors) + first * num_words,
-                          data<bool>(is_chain) + r};
+                          data<uint64_t>(ancestors) + first * num_words};
     const int64_t broken = pack_tree(tree);
     require(broken < 0, "pack_trees: parents of request ", r, ": that of node ", broken,
             " is not before it");
   }
-  return {cu_rows, out_tokens, out_parents, out_depths, ancestors, is_chain};
+  return {cu_rows, out_tokens, out_parents, out_depths, ancestors};
 }
 
 }  // namespace vllm_echo::cpu

@@ -20,7 +20,6 @@ struct TreeToPack {
   int32_t* out_parents;  // [num_nodes + 1] local row of the parent, -1 at the root
   int32_t* out_depths;   // [num_nodes + 1] 0 at the root
   uint64_t* ancestors;   // [num_nodes + 1, num_words] bit j: the row attends to local row j
-  bool* is_chain;        // every parent is the row before
 };
 
 // Returns the first node whose parent does not lie before it, or -1 when there is none. Bits go
@@ -31,7 +30,6 @@ ECHO_HD int64_t pack_tree(const TreeToPack& tree) {
   tree.out_parents[0] = -1;
   tree.out_depths[0] = 0;
   for (int64_t word = 0; word < words; ++word) tree.ancestors[word] = word == 0;
-  bool chain = true;
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
     const int64_t parent = tree.parents[node];
     if (parent < -1 || parent >= node) return node;
@@ -43,9 +41,7 @@ ECHO_HD int64_t pack_tree(const TreeToPack& tree) {
     const uint64_t* above = tree.ancestors + (parent + 1) * words;
     for (int64_t word = 0; word < words; ++word) bits[word] = above[word];
     bits[row / kMaskWordBits] |= uint64_t{1} << (row % kMaskWordBits);
-    chain = chain && parent + 1 == row - 1;
   }
-  *tree.is_chain = chain;
   return -1;
 }
 

@@ -223,7 +223,6 @@ def malformed_tree(sizes: list[int], tokens: torch.Tensor, parents: torch.Tensor
         parents=parents,
         depths=torch.zeros_like(tokens),
         ancestors=torch.zeros(tokens.shape[0], 1, dtype=torch.int64),
-        is_chain=torch.zeros(len(sizes), dtype=torch.bool),
     )
 
 

@@ -34,7 +34,6 @@ def assert_packed_like_the_reference(tree: SuperTree, trees: list[list[Node]]) -
     assert tree.parents.tolist() == [row.parent for row in rows]
     assert tree.depths.tolist() == [row.depth for row in rows]
     assert [bits_of(words) for words in tree.ancestors] == [row.ancestors for row in rows]
-    assert tree.is_chain.tolist() == [reference.is_chain(request) for request in requests]
     assert tree.ancestors.shape[1] == num_words(max([1, *map(len, requests)]))
     for field in (tree.cu_rows, tree.tokens, tree.parents, tree.depths):
         assert field.dtype == torch.int32
@@ -45,13 +44,7 @@ def assert_packed_like_the_reference(tree: SuperTree, trees: list[list[Node]]) -
 def test_trees_of_every_size_pack(num_nodes: int, shape: str) -> None:
     """Catches the 64-node crash and bits that land in the neighbouring word."""
     tree = random_tree(random.Random(num_nodes), num_nodes, shape)
-    packed = pack_nodes([tree])
-    assert_packed_like_the_reference(packed, [tree])
-    assert packed.is_chain.tolist() == [shape == "chain" or num_nodes == 1 or _is_line(tree)]
-
-
-def _is_line(tree: list[Node]) -> bool:
-    return all(node.parent == index - 1 for index, node in enumerate(tree))
+    assert_packed_like_the_reference(pack_nodes([tree]), [tree])
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
@@ -90,7 +83,6 @@ def test_ragged_batches_pack_request_after_request() -> None:
 def test_roots_alone_pack() -> None:
     assert_packed_like_the_reference(pack_nodes([[]]), [[]])
     assert_packed_like_the_reference(pack_nodes([[], [], []]), [[], [], []])
-    assert pack_nodes([[], []]).is_chain.tolist() == [True, True]
 
 
 @pytest.mark.parametrize("num_requests", [0, 1, 3, 256])
@@ -98,7 +90,7 @@ def test_a_step_without_candidates_packs_like_any_other(num_requests: int) -> No
     """Catches a shortcut for roots that differs from what the long way gives."""
     short = pack_roots(num_requests, CPU)
     long = pack_trees(draft_trees([[]] * num_requests))
-    for field in ("cu_rows", "tokens", "parents", "depths", "ancestors", "is_chain"):
+    for field in ("cu_rows", "tokens", "parents", "depths", "ancestors"):
         mine, other = getattr(short, field), getattr(long, field)
         assert mine.dtype == other.dtype and mine.shape == other.shape, field
         assert mine.tolist() == other.tolist(), field

@@ -5,8 +5,7 @@ import json
 import logging
 from pathlib import Path
 
-import pytest
-
+from tests.heard import heard
 from vllm_echo.timing import STAGE_TIMES_ENV, WRITE_EVERY, StageTimer, spread
 
 
@@ -28,17 +27,14 @@ def test_a_file_holds_the_sums(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(tmp_path: Path) -> None:
     """Catches a server that dies of its own stop-watch, twenty steps after the start."""
     path = tmp_path / "no such folder" / "stages.json"
     timer = StageTimer(path)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING, "vllm.vllm_echo.timing"):
+    with heard("vllm.vllm_echo.timing", logging.WARNING) as lines:
         run_steps(timer, 3 * WRITE_EVERY)
-    (record,) = caplog.records
-    assert STAGE_TIMES_ENV in record.getMessage() and str(path) in record.getMessage()
+    (line,) = lines
+    assert STAGE_TIMES_ENV in line and str(path) in line
     assert not timer.enabled
 
 

@@ -26,7 +26,7 @@ def test_ragged_batches_are_packed_like_the_reference(
     source = random.Random(seed)
     trees = [random_tree(source, size) for size in sizes]
     given_trees = draft_trees(trees, max([1, *sizes]) + extra)
-    cu_rows, tokens, parents, depths, ancestors, is_chain = ops.pack_trees(
+    cu_rows, tokens, parents, depths, ancestors = ops.pack_trees(
         given_trees.tokens.view(len(trees), -1) if trees else int32([]).view(0, 3),
         given_trees.parents.view(len(trees), -1) if trees else int32([]).view(0, 3),
         given_trees.depths.view(len(trees), -1) if trees else int32([]).view(0, 3),
@@ -37,7 +37,6 @@ def test_ragged_batches_are_packed_like_the_reference(
     assert parents.tolist() == [row.parent for row in rows]
     assert depths.tolist() == [row.depth for row in rows]
     assert [bits_of(words) for words in ancestors] == [row.ancestors for row in rows]
-    assert is_chain.tolist() == [reference.is_chain(r) for r in reference.pack_trees(trees)]
     assert cu_rows.tolist()[-1] == len(rows)
 
 

@@ -17,6 +17,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.metrics.loggers import LoggingStatLogger
 
+from tests.heard import heard
 from tests.serving.harness import Engine, echo_engine, plain_engine, random_prompts, truths_of
 from tests.serving.scrape import ECHO, VLLM, Metrics, scrape
 from tests.serving.test_server import free_port, wait_until_up
@@ -109,25 +110,11 @@ def test_a_recorded_trace_is_not_counted_as_drafting(target: Path, head: Path) -
     assert metrics.budget("offered") == 0 == metrics.steps("with") < metrics.steps("without")
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
     """What vLLM's stat loggers write."""
-    logger, lines = logging.getLogger("vllm.v1.metrics.loggers"), Lines()
-    level = logger.level
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    yield lines.texts
-    logger.removeHandler(lines)
-    logger.setLevel(level)
+    with heard("vllm.v1.metrics.loggers", logging.INFO) as lines:
+        yield lines
 
 
 def echo_lines(lines: list[str]) -> list[str]:

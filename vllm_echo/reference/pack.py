@@ -36,8 +36,3 @@ def _pack(tree: Sequence[Node]) -> list[Row]:
         own = rows[parent].ancestors | {index + 1}
         rows.append(Row(node.token, parent, rows[parent].depth + 1, own))
     return rows
-
-
-def is_chain(rows: Sequence[Row]) -> bool:
-    """A causal mask says the same as the ancestors do."""
-    return all(row.ancestors == set(range(index + 1)) for index, row in enumerate(rows))

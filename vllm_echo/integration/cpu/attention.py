@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention in vLLM's CPU backend: causal rows stay on vLLM's kernel, rows of
-branching trees go to ours, each row to exactly one of them."""
+"""Tree attention in vLLM's CPU backend. A step without candidates stays on vLLM's kernel. In one
+that has some, the rows of the super-tree go to ours, chains and lone roots among them, and prompts
+to vLLM's; each row to exactly one of them."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ MAX_HEAD_SIZE = 256
 
 @dataclass
 class TreeRows:
-    """Rows that attend through an ancestor mask: M rows of P requests."""
+    """Rows of the super-tree, which attend through an ancestor mask: M rows of P requests."""
 
     rows: torch.Tensor | None
     """[M] int64 into the step's rows; None when they are all of its rows, in order."""
@@ -45,7 +46,7 @@ class TreeRows:
 
 @dataclass
 class CausalRows:
-    """The other rows, moved together for vLLM's kernel."""
+    """Rows of prompts, moved together for vLLM's kernel."""
 
     rows: torch.Tensor
     """[C] int64 into the step's rows."""
@@ -54,7 +55,7 @@ class CausalRows:
 
 @dataclass(kw_only=True)
 class EchoAttentionMetadata(CPUAttentionMetadata):
-    """A step in which some rows, or all, are tree rows."""
+    """A step with candidates: some of its rows, or all, are tree rows."""
 
     tree: TreeRows
     causal: CausalRows | None = None
@@ -178,23 +179,23 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
         tree = self.super_tree
-        if tree is None or bool(tree.is_chain.all()):
+        if tree is None or tree.num_nodes == 0:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._build_mixed(common_attn_metadata, tree)
+        return self._build_tree(common_attn_metadata, tree)
 
-    def _build_mixed(
+    def _build_tree(
         self, common: CommonAttentionMetadata, tree: SuperTree
     ) -> EchoAttentionMetadata:
-        branching = ~tree.is_chain
+        """A causal mask would do for chains and lone roots. But two kernels take rows apart and
+        put them together again in every layer, which costs more than either could save."""
+        lens = tree.cu_rows.diff()
+        in_tree = common.query_start_loc.diff() == lens
         owner = torch.repeat_interleave(common.query_start_loc.diff().long())
         causal = None
-        if bool(tree.is_chain.any()):
-            causal_rows = tree.is_chain[owner].nonzero().flatten()
-            causal = CausalRows(
-                causal_rows, super().build(0, _only_requests(common, tree.is_chain))
-            )
-        requests = branching.nonzero().flatten()
-        lens = tree.cu_rows.diff()
+        if not bool(in_tree.all()):
+            causal_rows = (~in_tree)[owner].nonzero().flatten()
+            causal = CausalRows(causal_rows, super().build(0, _only_requests(common, ~in_tree)))
+        requests = in_tree.nonzero().flatten()
         tree_owner = torch.repeat_interleave(lens.long())
         return EchoAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -206,10 +207,10 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             tree=TreeRows(
-                rows=None if causal is None else branching[owner].nonzero().flatten(),
+                rows=None if causal is None else in_tree[owner].nonzero().flatten(),
                 cu_rows=_prefix_sums(lens[requests]),
                 context_lens=(common.seq_lens - lens)[requests],
-                ancestors=tree.ancestors[branching[tree_owner]],
+                ancestors=tree.ancestors[in_tree[tree_owner]],
                 block_table=common.block_table_tensor[requests],
             ),
             causal=causal,
