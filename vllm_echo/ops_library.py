@@ -65,16 +65,14 @@ def _(
     tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     require_cpu("pack_trees", (tokens, parents, depths, num_nodes))
-    num_requests = tokens.shape[0]
     context = torch.library.get_ctx()
     num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
     return (
-        tokens.new_empty(num_requests + 1),
+        tokens.new_empty(tokens.shape[0] + 1),
         tokens.new_empty(num_rows),
         tokens.new_empty(num_rows),
         tokens.new_empty(num_rows),
         tokens.new_empty(num_rows, num_words, dtype=torch.int64),
-        tokens.new_empty(num_requests, dtype=torch.bool),
     )
 
 
