@@ -188,9 +188,9 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> EchoAttentionMetadata:
         """A causal mask would do for chains and lone roots. But two kernels take rows apart and
         put them together again in every layer, which costs more than either could save."""
-        lens = tree.cu_rows.diff()
-        in_tree = common.query_start_loc.diff() == lens
-        owner = torch.repeat_interleave(common.query_start_loc.diff().long())
+        lens, rows = tree.cu_rows.diff(), common.query_start_loc.diff()
+        in_tree = rows == lens
+        owner = torch.repeat_interleave(rows.long())
         causal = None
         if not bool(in_tree.all()):
             causal_rows = (~in_tree)[owner].nonzero().flatten()
