@@ -34,9 +34,27 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "best_paying(Tensor scores, Tensor caps, Tensor added_ms, int num_requests, float plain_ms) "
       "-> Tensor num_nodes");
   m.def(
-      "next_frontier(Tensor tokens, Tensor scores, Tensor requests, Tensor own_bits, int top_k, "
-      "Tensor? previous_requests, Tensor? ancestors) -> (Tensor out_tokens, Tensor parent_rows, "
-      "Tensor out_ancestors, Tensor columns, Tensor out_scores)");
+      "score_children(Tensor log_probs, Tensor requests, Tensor sampled, Tensor curves) -> "
+      "Tensor scores");
+  m.def(
+      "append_layer(Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) scores, Tensor requests, "
+      "Tensor child_tokens, Tensor child_scores, Tensor chain_only, Tensor? parent_scores, "
+      "Tensor? parent_columns, int first_parent_column) -> Tensor best");
+  m.def(
+      "grant_layer(Tensor best, Tensor active, Tensor caps, Tensor deepest, Tensor(a!) num_layers, "
+      "Tensor(b!) truncated, int depth, float? threshold, int budget) -> (Tensor deeper, "
+      "Tensor counts)");
+  m.def(
+      "expect_gain(Tensor best, Tensor active, Tensor deepest, Tensor sampled, Tensor best_child, "
+      "int depth, float price, float ms_per_token, float request_ms, float layer_ms) -> "
+      "Tensor deeper");
+  m.def(
+      "grant_width(Tensor scores, Tensor truncated, Tensor granted, Tensor caps, int budget) -> "
+      "Tensor counts");
+  m.def(
+      "next_frontier(Tensor tokens, Tensor scores, Tensor active, Tensor own_bits, int top_k, "
+      "Tensor? previous_requests, Tensor? ancestors) -> (Tensor requests, Tensor out_tokens, "
+      "Tensor parent_rows, Tensor out_ancestors, Tensor columns, Tensor out_scores)");
   m.def(
       "read_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes, Tensor slots, "
       "Tensor scheduled, Tensor num_scheduled) -> (Tensor out_parents, Tensor out_depths)");
@@ -52,6 +70,11 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("accept_greedy", TORCH_BOX(&vllm_echo::cpu::accept_greedy));
   m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
   m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
+  m.impl("score_children", TORCH_BOX(&vllm_echo::cpu::score_children));
+  m.impl("append_layer", TORCH_BOX(&vllm_echo::cpu::append_layer));
+  m.impl("grant_layer", TORCH_BOX(&vllm_echo::cpu::grant_layer));
+  m.impl("expect_gain", TORCH_BOX(&vllm_echo::cpu::expect_gain));
+  m.impl("grant_width", TORCH_BOX(&vllm_echo::cpu::grant_width));
   m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));
   m.impl("read_trees", TORCH_BOX(&vllm_echo::cpu::read_trees));
 }

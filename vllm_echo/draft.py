@@ -78,27 +78,6 @@ class _Layer:
     scores: torch.Tensor
     first_column: int
 
-    def write(
-        self,
-        requests: torch.Tensor,
-        tokens: torch.Tensor,
-        parents: torch.Tensor | None,
-        scores: torch.Tensor,
-    ) -> None:
-        """Fill in the rows ``requests`` [A]; each value is [A, M]. Without ``parents`` the root."""
-        whole = requests.shape[0] == self.scores.shape[0]
-        for column, values in (
-            (self.tokens, tokens),
-            (self.parents, parents),
-            (self.scores, scores),
-        ):
-            if values is None:
-                continue
-            if whole:
-                column.copy_(values)
-            else:
-                column[requests] = values.to(column.dtype)
-
 
 def grow_trees(
     head: DraftHead, batch: DraftBatch, policy: Policy, offer: Offer, load: StepLoad
@@ -124,38 +103,35 @@ def grow_trees(
         budget=offer.num_nodes,
     )
     table = _empty_table(batch.max_nodes.shape[0], shape, growth)
-    any_chain = bool(batch.chain_only.any())
-    tokens, log_probs = head.expand_roots(shape.top_k)
-    log_probs = _usable_children(log_probs, batch.chain_only if any_chain else None)
-    scores = policy.child_scores(1, log_probs, batch.sampled)
-    layer = _layer(table, shape, 1)
-    layer.write(
-        growth.active.nonzero().flatten(), tokens[growth.active], None, scores[growth.active]
-    )
-    frontier: Frontier | None = None
+    requests = growth.active.nonzero().flatten()
+    tokens, log_probs = (children[:, None] for children in head.expand_roots(shape.top_k))
+    if requests.shape[0] < tokens.shape[0]:
+        tokens, log_probs = tokens[requests], log_probs[requests]
+    layer, frontier = _layer(table, shape, 1), None
+    above: tuple[torch.Tensor | None, torch.Tensor | None, int] = (None, None, 0)
     for depth in range(shape.max_depth):
-        best = layer.scores.amax(dim=1)
-        growth.active = growth.active & (best > -torch.inf)
-        growth.active = policy.go_deeper(growth, depth, layer.scores, best.exp())
+        tokens, log_probs = tokens.contiguous(), log_probs.contiguous()
+        scores = policy.child_scores(depth + 1, log_probs, requests, batch.sampled)
+        best = ops.append_layer(
+            layer.tokens,
+            layer.parents,
+            layer.scores,
+            requests,
+            tokens,
+            scores,
+            batch.chain_only,
+            *above,
+        )
+        growth.active = policy.go_deeper(growth, depth, layer.scores, best)
         if depth + 1 == shape.max_depth or growth.exhausted:
             break
-        growth.active = growth.active & (depth + 1 < growth.deepest)
-        requests = growth.active.nonzero().flatten()
+        frontier, parent_scores = _next_frontier(layer, frontier, growth.active, shape, depth + 1)
+        requests = frontier.requests
         if requests.shape[0] == 0:
             break
-        frontier, node_scores = _next_frontier(layer, frontier, requests, shape, depth + 1)
         tokens, log_probs = head.expand(frontier, shape.top_k)
-        sampled = batch.sampled[requests]
-        chain_only = batch.chain_only[requests] if any_chain else None
-        log_probs = policy.child_scores(depth + 2, _usable_children(log_probs, chain_only), sampled)
-        parents = (layer.first_column + frontier.columns)[:, :, None].expand(tokens.shape)
+        above = (parent_scores, frontier.columns, layer.first_column)
         layer = _layer(table, shape, depth + 2)
-        layer.write(
-            requests,
-            tokens.flatten(1),
-            parents.flatten(1),
-            (node_scores[:, :, None] + log_probs).flatten(1),
-        )
         growth.num_forwards += 1
         growth.num_expanded += frontier.tokens.numel()
     drafted = layer.first_column + layer.scores.shape[1]
@@ -185,28 +161,19 @@ def _layer(table: CandidateTrees, shape: TreeShape, depth: int) -> _Layer:
     )
 
 
-def _usable_children(log_probs: torch.Tensor, chain_only: torch.Tensor | None) -> torch.Tensor:
-    """-inf for children (last dimension) that may not be drafted: all but the likeliest where
-    ``chain_only`` [A], and those whose probability is no number."""
-    usable = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
-    if chain_only is not None:
-        usable[..., 1:].masked_fill_(chain_only.view(-1, *[1] * (log_probs.dim() - 1)), -torch.inf)
-    return usable
-
-
 def _next_frontier(
     layer: _Layer,
     previous: Frontier | None,
-    requests: torch.Tensor,
+    active: torch.Tensor,
     shape: TreeShape,
     depth: int,
 ) -> tuple[Frontier, torch.Tensor]:
-    """The best nodes of ``layer`` of ``requests`` [A], as many as the policy expands, and their
-    scores [A, F]."""
+    """The best nodes of ``layer`` of the ``active`` requests [R], as many as the policy expands,
+    and their scores [A, F]."""
     above = (None, None) if previous is None else (previous.requests, previous.ancestors)
-    own_bits = shape.own_bits(depth).to(requests.device)
-    tokens, parent_rows, ancestors, columns, scores = ops.next_frontier(
-        layer.tokens, layer.scores, requests, own_bits, shape.top_k, *above
+    own_bits = shape.own_bits(depth).to(active.device)
+    requests, tokens, parent_rows, ancestors, columns, scores = ops.next_frontier(
+        layer.tokens, layer.scores, active, own_bits, shape.top_k, *above
     )
     frontier = Frontier(
         requests=requests,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage *gate*: may a request go deeper? (arXiv:2604.09603, sparse confidence gates.)"""
 
-import torch
-
 from vllm_echo.config import EchoConfig
 
 
@@ -43,8 +41,6 @@ class SparseGates:
     def has_gate(self, depth: int) -> bool:
         return depth in self._thresholds
 
-    def passes(self, depth: int, confidence: torch.Tensor) -> torch.Tensor:
-        """[R] bool from ``confidence`` [R] float32 of the layer drafted from ``depth``."""
-        if depth not in self._thresholds:
-            return torch.ones_like(confidence, dtype=torch.bool)
-        return confidence > self._thresholds[depth]
+    def threshold(self, depth: int) -> float | None:
+        """None where there is no gate."""
+        return self._thresholds.get(depth)

@@ -95,21 +95,58 @@ def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor
     return caps.new_empty(caps.shape[0])
 
 
+@torch.library.register_fake("vllm_echo::score_children")
+def _(log_probs: torch.Tensor, *others: object) -> torch.Tensor:
+    require_cpu("score_children", (log_probs, *others))
+    return torch.empty_like(log_probs)
+
+
+@torch.library.register_fake("vllm_echo::append_layer")
+def _(
+    tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, *others: object
+) -> torch.Tensor:
+    require_cpu("append_layer", (tokens, parents, scores, *others))
+    return scores.new_empty(scores.shape[0])
+
+
+@torch.library.register_fake("vllm_echo::grant_layer")
+def _(
+    best: torch.Tensor, active: torch.Tensor, *others: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require_cpu("grant_layer", (best, active, *others))
+    return active.new_empty(active.shape), active.new_empty(3, dtype=torch.int64)
+
+
+@torch.library.register_fake("vllm_echo::expect_gain")
+def _(best: torch.Tensor, active: torch.Tensor, *others: object) -> torch.Tensor:
+    require_cpu("expect_gain", (best, active, *others))
+    return active.new_empty(active.shape)
+
+
+@torch.library.register_fake("vllm_echo::grant_width")
+def _(
+    scores: torch.Tensor, truncated: torch.Tensor, granted: torch.Tensor, *others: object
+) -> torch.Tensor:
+    require_cpu("grant_width", (scores, truncated, granted, *others))
+    return granted.new_empty(granted.shape)
+
+
 @torch.library.register_fake("vllm_echo::next_frontier")
 def _(
     tokens: torch.Tensor,
     scores: torch.Tensor,
-    requests: torch.Tensor,
+    active: torch.Tensor,
     own_bits: torch.Tensor,
     *others: object,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu("next_frontier", (tokens, scores, requests, own_bits, *others))
-    shape = requests.shape[0], own_bits.shape[0]
+    require_cpu("next_frontier", (tokens, scores, active, own_bits, *others))
+    shape = torch.library.get_ctx().new_dynamic_size(), own_bits.shape[0]
     return (
+        own_bits.new_empty(shape[0]),
         tokens.new_empty(shape),
-        requests.new_empty(shape),
-        requests.new_empty(*shape, own_bits.shape[1]),
-        requests.new_empty(shape),
+        own_bits.new_empty(shape),
+        own_bits.new_empty(*shape, own_bits.shape[1]),
+        own_bits.new_empty(shape),
         scores.new_empty(shape),
     )
 

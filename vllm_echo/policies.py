@@ -20,12 +20,13 @@ from functools import cached_property
 
 import torch
 
+from vllm_echo import ops
 from vllm_echo.acceptance import uncalibrated
 from vllm_echo.budget import NOTHING, ElasticBudget, Offer
 from vllm_echo.config import EchoConfig
 from vllm_echo.cost import StepLoad
 from vllm_echo.gate import SparseGates
-from vllm_echo.schedule import best_paying, grant_layer, grant_width, share_evenly
+from vllm_echo.schedule import best_paying, share_evenly
 from vllm_echo.score import CalibratedScores
 from vllm_echo.tree import BITS_PER_WORD, CandidateTrees, num_words
 
@@ -101,7 +102,7 @@ class Growth:
     deepest: torch.Tensor
     """[R] int32, last layer that each request can have."""
     active: torch.Tensor
-    """[R] bool, still going deeper."""
+    """[R] bool, still going deeper: drafted for in the first layer, expanded for the next ones."""
     num_layers: torch.Tensor
     """[R] int32, layers that phase 1 has paid for, one node each."""
     truncated: torch.Tensor
@@ -152,18 +153,22 @@ class Policy:
         return self.shape.max_depth
 
     def child_scores(
-        self, depth: int, log_probs: torch.Tensor, sampled: torch.Tensor
+        self,
+        depth: int,
+        log_probs: torch.Tensor,
+        requests: torch.Tensor,
+        sampled: torch.Tensor,
     ) -> torch.Tensor:
-        """What a child at ``depth`` adds to its path's score: log q. ``log_probs``
-        [A, ...], ``sampled`` [A] bool."""
+        """What a child at ``depth`` adds to its path's score: log q. ``log_probs`` [A, F, K] of
+        the ``requests`` [A] int64; ``sampled`` [R] bool."""
         return log_probs
 
     def go_deeper(
-        self, growth: Growth, depth: int, scores: torch.Tensor, confidence: torch.Tensor
+        self, growth: Growth, depth: int, scores: torch.Tensor, best: torch.Tensor
     ) -> torch.Tensor:
-        """[R] bool, among ``growth.active``: who goes deeper from ``depth``, whose layer was just
-        drafted: path ``scores`` [R, M], ``confidence`` [R]. May spend ``growth.budget``."""
-        return growth.active
+        """[R] bool, among ``growth.active``: whose nodes at ``depth`` + 1, just drafted, are
+        expanded; path ``scores`` [R, M], the ``best`` of each [R]. May spend ``growth.budget``."""
+        return growth.active & (best > -torch.inf) & (depth + 1 < growth.deepest)
 
     def spend(self, trees: CandidateTrees, growth: Growth) -> torch.Tensor:
         """[R] int32, nodes per request, never more than ``growth.offer`` in all."""
@@ -176,13 +181,14 @@ class BeamPolicy(Policy):
     would be expanded, holds more than ``threshold`` of the probability."""
 
     def go_deeper(
-        self, growth: Growth, depth: int, scores: torch.Tensor, confidence: torch.Tensor
+        self, growth: Growth, depth: int, scores: torch.Tensor, best: torch.Tensor
     ) -> torch.Tensor:
+        deeper = super().go_deeper(growth, depth, scores, best)
         if not self.config.target_depth <= depth + 1 < self.shape.max_depth:
-            return growth.active
+            return deeper
         width = min(self.shape.frontier_widths[depth], scores.shape[1])
         mass = scores.topk(width, dim=1).values.exp().sum(dim=1)
-        return growth.active & (mass > self.config.threshold)
+        return deeper & (mass > self.config.threshold)
 
 
 class ElasticPolicy(Policy):
@@ -203,23 +209,31 @@ class ElasticPolicy(Policy):
         return min(self.shape.max_depth, offer.depth)
 
     def go_deeper(
-        self, growth: Growth, depth: int, scores: torch.Tensor, confidence: torch.Tensor
+        self, growth: Growth, depth: int, scores: torch.Tensor, best: torch.Tensor
     ) -> torch.Tensor:
-        passed = growth.active
-        if self.gates.has_gate(depth):
-            passed = growth.active & self.gates.passes(depth, confidence)
-            cut = growth.active & ~passed
-            growth.truncated |= cut
-            growth.passed[depth], growth.cut[depth] = int(passed.sum()), int(cut.sum())
-        granted = grant_layer(confidence, passed & (growth.num_layers < growth.caps), growth.budget)
-        growth.num_layers += granted.to(growth.num_layers.dtype)
-        growth.budget -= int(granted.sum())
-        return granted
+        threshold = self.gates.threshold(depth)
+        deeper, counts = ops.grant_layer(
+            best,
+            growth.active,
+            growth.caps,
+            growth.deepest,
+            growth.num_layers,
+            growth.truncated,
+            depth,
+            threshold,
+            growth.budget,
+        )
+        passed, cut, granted = counts.tolist()
+        if threshold is not None:
+            growth.passed[depth], growth.cut[depth] = passed, cut
+        growth.budget -= granted
+        return deeper
 
     def spend(self, trees: CandidateTrees, growth: Growth) -> torch.Tensor:
         if not self.config.width:
             return growth.num_layers
-        return grant_width(trees, growth.num_layers, growth.caps, growth.budget)
+        granted = (trees.truncated, growth.num_layers, growth.caps)
+        return ops.grant_width(trees.scores, *granted, growth.budget)
 
 
 class GoodputPolicy(Policy):
@@ -231,12 +245,12 @@ class GoodputPolicy(Policy):
         self._elastic: ElasticBudget = elastic
         calibration = config.calibration or uncalibrated()
         self._scores = CalibratedScores(calibration, shape.max_depth)
-        self._best_child = torch.tensor(
-            [
-                [model.best_child_at(depth + 1) for depth in range(shape.max_depth)]
-                for model in calibration.models()
-            ]
-        )
+        self._best_child = [
+            torch.tensor(
+                [model.best_child_at(depth) for model in calibration.models()], dtype=torch.float64
+            )
+            for depth in range(1, shape.max_depth + 1)
+        ]
 
     def offer(self, load: StepLoad, num_sampled: int = 0) -> Offer:
         """All that the requests may have, once anything pays: ``spend`` knows the candidates
@@ -249,24 +263,33 @@ class GoodputPolicy(Policy):
         return replace(offer, num_nodes=most if isinstance(k_max, str) else min(most, k_max))
 
     def child_scores(
-        self, depth: int, log_probs: torch.Tensor, sampled: torch.Tensor
+        self,
+        depth: int,
+        log_probs: torch.Tensor,
+        requests: torch.Tensor,
+        sampled: torch.Tensor,
     ) -> torch.Tensor:
         """log P(accepted | parent accepted)."""
-        return self._scores(depth, log_probs, sampled)
+        return self._scores(depth, log_probs, requests, sampled)
 
     def go_deeper(
-        self, growth: Growth, depth: int, scores: torch.Tensor, confidence: torch.Tensor
+        self, growth: Growth, depth: int, scores: torch.Tensor, best: torch.Tensor
     ) -> torch.Tensor:
         if depth + 1 >= self.shape.max_depth:
-            return growth.active
-        curve, offer = self._elastic.curve, growth.offer
-        child = self._best_child[growth.sampled.long(), depth + 1]
-        width = self.shape.frontier_widths[depth]
-        value = (confidence * child - offer.price) * offer.ms_per_token - curve.layer.each * width
-        worth = growth.active & (value > 0) & (depth + 1 < growth.deepest)
-        if float((value * worth).sum()) <= curve.layer.fixed:
-            return torch.zeros_like(worth)
-        return worth
+            return torch.zeros_like(growth.active)
+        layer, offer = self._elastic.curve.layer, growth.offer
+        return ops.expect_gain(
+            best,
+            growth.active,
+            growth.deepest,
+            growth.sampled,
+            self._best_child[depth + 1],
+            depth,
+            offer.price,
+            offer.ms_per_token,
+            layer.each * self.shape.frontier_widths[depth],
+            layer.fixed,
+        )
 
     def spend(self, trees: CandidateTrees, growth: Growth) -> torch.Tensor:
         most = min(growth.budget, int(growth.caps.sum()))

@@ -2,9 +2,9 @@
 """Stage *schedule*: spend K_max over all requests, node by node. (arXiv:2604.09603, elastic
 budget scheduler.)
 
-Phase 1, *depth*: layer by layer while drafting goes on (``grant_layer``), the most confident
+Phase 1, *depth*: layer by layer while drafting goes on (``ops.grant_layer``), the most confident
 requests first, ties by request order, one node a layer.
-Phase 2, *width*: only when nobody can go deeper (``grant_width``), what is left goes to
+Phase 2, *width*: only when nobody can go deeper (``ops.grant_width``), what is left goes to
 the best unspent candidates, those of truncated requests first.
 
 A grant is a number, not a node: a request spends its number on its best candidates by path
@@ -16,43 +16,6 @@ import torch
 
 from vllm_echo import ops
 from vllm_echo.tree import CandidateTrees, DraftTrees
-
-
-def grant_layer(confidence: torch.Tensor, wants: torch.Tensor, budget: int) -> torch.Tensor:
-    """[R] bool: which of the requests that want one more layer get the node for it.
-
-    ``confidence`` [R] float32, ``wants`` [R] bool; at most ``budget`` are granted, the
-    highest confidence first, ties by request order, so that every rank decides alike.
-    """
-    ranked = torch.where(wants, confidence, -torch.inf).argsort(descending=True, stable=True)
-    granted = torch.zeros_like(wants)
-    granted[ranked[: max(0, budget)]] = True
-    return granted & wants
-
-
-def grant_width(
-    trees: CandidateTrees, granted: torch.Tensor, caps: torch.Tensor, budget: int
-) -> torch.Tensor:
-    """[R] int32: nodes per request after what is left of the budget is spent on width.
-
-    ``trees`` ranked, ``granted`` [R] int32 nodes from phase 1, ``caps`` [R] int32 most nodes a
-    request may have, ``budget`` nodes left. Candidates of truncated requests come first, then
-    all others; within a class by path score, ties by request order.
-    """
-    num_requests, num_candidates = trees.scores.shape
-    rank = torch.arange(num_candidates, device=trees.scores.device)
-    unspent = (rank >= granted[:, None]) & (rank < caps[:, None])
-    counts = granted.clone()
-    for of_class in (trees.truncated, ~trees.truncated):
-        if budget <= 0:
-            break
-        open_scores = torch.where(unspent & of_class[:, None], trees.scores, -torch.inf).flatten()
-        chosen = open_scores.argsort(descending=True, stable=True)[:budget]
-        chosen = chosen[open_scores[chosen].isfinite()]
-        owners = torch.div(chosen, num_candidates, rounding_mode="floor")
-        counts += torch.bincount(owners, minlength=num_requests).to(counts.dtype)
-        budget -= chosen.shape[0]
-    return counts
 
 
 def best_paying(

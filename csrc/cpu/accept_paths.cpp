@@ -19,8 +19,7 @@ namespace {
 class Walks {
  public:
   Walks(const char* op, const Tensor& cu_rows, const Tensor& tokens, const Tensor& parents,
-        int64_t num_rows)
-      : tokens_(tokens), parents_(parents) {
+        int64_t num_rows) {
     const std::string name = op;
     require_int32(cu_rows, (name + ": cu_rows").c_str(), 1);
     require_int32(tokens, (name + ": tokens").c_str(), 1);
@@ -32,9 +31,14 @@ class Walks {
     rows_ = const_data<int32_t>(cu_rows);
     for (int64_t r = 0; r < num_requests_; ++r)
       capacity_ = std::max<int64_t>(capacity_, rows_[r + 1] - rows_[r] - 1);
-    out_tokens_ = filled({num_requests_, capacity_ + 1}, -1);
-    path_rows_ = filled({num_requests_, capacity_}, -1);
-    num_accepted_ = filled({num_requests_}, 0);
+    token_ = const_data<int32_t>(tokens);
+    parent_ = const_data<int32_t>(parents);
+    out_tokens_ = filled(tokens, {num_requests_, capacity_ + 1}, -1);
+    path_rows_ = filled(tokens, {num_requests_, capacity_}, -1);
+    num_accepted_ = filled(tokens, {num_requests_}, 0);
+    out_token_ = data<int32_t>(out_tokens_);
+    path_row_ = data<int32_t>(path_rows_);
+    accepted_ = data<int32_t>(num_accepted_);
   }
 
   int64_t num_requests() const { return num_requests_; }
@@ -45,12 +49,12 @@ class Walks {
     const int64_t first = rows_[request];
     const auto local = [&](int64_t row) { return target(first + row); };
     const GreedyWalk<decltype(local)> walk{local,
-                                           data<int32_t>(tokens_) + first,
-                                           data<int32_t>(parents_) + first,
+                                           token_ + first,
+                                           parent_ + first,
                                            rows_[request + 1] - first,
-                                           data<int32_t>(out_tokens_) + request * (capacity_ + 1),
-                                           data<int32_t>(path_rows_) + request * capacity_};
-    data<int32_t>(num_accepted_)[request] = accept_path(walk);
+                                           out_token_ + request * (capacity_ + 1),
+                                           path_row_ + request * capacity_};
+    accepted_[request] = accept_path(walk);
   }
 
   std::tuple<Tensor, Tensor, Tensor> results() const {
@@ -58,18 +62,21 @@ class Walks {
   }
 
  private:
-  Tensor filled(std::initializer_list<int64_t> shape, int32_t value) const {
-    Tensor tensor = new_tensor(tokens_, shape, ScalarType::Int);
+  static Tensor filled(const Tensor& like, std::initializer_list<int64_t> shape, int32_t value) {
+    Tensor tensor = new_tensor(like, shape, ScalarType::Int);
     std::fill_n(data<int32_t>(tensor), tensor.numel(), value);
     return tensor;
   }
 
-  const Tensor& tokens_;
-  const Tensor& parents_;
   int64_t num_requests_ = 0;
   const int32_t* rows_ = nullptr;
   int64_t capacity_ = 0;
   Tensor out_tokens_, path_rows_, num_accepted_;
+  const int32_t* token_ = nullptr;
+  const int32_t* parent_ = nullptr;
+  int32_t* out_token_ = nullptr;
+  int32_t* path_row_ = nullptr;
+  int32_t* accepted_ = nullptr;
 };
 
 }  // namespace

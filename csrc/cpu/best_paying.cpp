@@ -4,23 +4,22 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 
+#include "../include/probability.h"
 #include "checks.h"
 #include "ops.h"
+#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {
-
-// exp in double, rounded once: equal scores are worth the same on every machine.
-float probability(float score) { return static_cast<float>(std::exp(static_cast<double>(score))); }
 
 // Keys of all nodes that may be taken, the best first. What is worth nothing is no node.
 std::vector<uint64_t> rank_worths(const Tensor& scores, const int32_t* caps) {
   const int64_t num_candidates = scores.size(1);
   std::vector<uint64_t> keys;
-  for (int64_t r = 0; r < scores.size(0); ++r) {
-    const float* row = const_data<float>(scores) + r * scores.stride(0);
+  const Rows<float> rows(scores);
+  for (int64_t r = 0, num_requests = scores.size(0); r < num_requests; ++r) {
+    const float* row = rows[r];
     const int64_t end = std::min<int64_t>(caps[r], num_candidates);
     for (int64_t rank = 0; rank < end; ++rank) {
       const float worth = probability(row[rank]);
@@ -35,7 +34,7 @@ std::vector<uint64_t> rank_worths(const Tensor& scores, const int32_t* caps) {
 
 Tensor best_paying(const Tensor& scores, const Tensor& caps, const Tensor& added_ms,
                    int64_t num_requests, double plain_ms) {
-  require_tensor(scores, "best_paying: scores", ScalarType::Float, "float32", 2);
+  require_float32(scores, "best_paying: scores", 2);
   require_int32(caps, "best_paying: caps", 1);
   require_tensor(added_ms, "best_paying: added_ms", ScalarType::Double, "float64", 1);
   const int64_t rows = scores.size(0);

@@ -36,6 +36,18 @@ inline void require_int32(const Tensor& tensor, const char* what, int64_t num_di
   require_tensor(tensor, what, ScalarType::Int, "int32", num_dims);
 }
 
+inline void require_int64(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor(tensor, what, ScalarType::Long, "int64", num_dims);
+}
+
+inline void require_float32(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor(tensor, what, ScalarType::Float, "float32", num_dims);
+}
+
+inline void require_bool(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor(tensor, what, ScalarType::Bool, "bool", num_dims);
+}
+
 inline void require_size(const Tensor& tensor, const char* what, int64_t dim, int64_t size) {
   require(tensor.size(dim) == size, what, " must have size ", size, " in dimension ", dim, ", got ",
           tensor.size(dim));
@@ -44,6 +56,16 @@ inline void require_size(const Tensor& tensor, const char* what, int64_t dim, in
 template <typename T>
 const T* const_data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.data_ptr());
+}
+
+// Rows of a table that are named must ascend, and exist.
+inline void require_ascending_rows(const Tensor& rows, const char* what, int64_t num_rows) {
+  const int64_t* row = const_data<int64_t>(rows);
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    require(row[i] >= 0 && row[i] < num_rows, what, " names request ", row[i], " of ", num_rows);
+    require(i == 0 || row[i] > row[i - 1], what, " must ascend, got ", i == 0 ? 0 : row[i - 1],
+            " before ", row[i]);
+  }
 }
 
 // Prefix sums of rows must start at 0, never fall, and end at the number of rows.

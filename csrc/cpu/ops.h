@@ -39,8 +39,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, cons
 Tensor best_paying(const Tensor& scores, const Tensor& caps, const Tensor& added_ms,
                    int64_t num_requests, double plain_ms);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
-    const Tensor& tokens, const Tensor& scores, const Tensor& requests, const Tensor& own_bits,
+Tensor score_children(const Tensor& log_probs, const Tensor& requests, const Tensor& sampled,
+                      const Tensor& curves);
+
+Tensor append_layer(Tensor tokens, Tensor parents, Tensor scores, const Tensor& requests,
+                    const Tensor& child_tokens, const Tensor& child_scores,
+                    const Tensor& chain_only, std::optional<Tensor> parent_scores,
+                    std::optional<Tensor> parent_columns, int64_t first_parent_column);
+
+std::tuple<Tensor, Tensor> grant_layer(const Tensor& best, const Tensor& active, const Tensor& caps,
+                                       const Tensor& deepest, Tensor num_layers, Tensor truncated,
+                                       int64_t depth, std::optional<double> threshold,
+                                       int64_t budget);
+
+Tensor expect_gain(const Tensor& best, const Tensor& active, const Tensor& deepest,
+                   const Tensor& sampled, const Tensor& best_child, int64_t depth, double price,
+                   double ms_per_token, double request_ms, double layer_ms);
+
+Tensor grant_width(const Tensor& scores, const Tensor& truncated, const Tensor& granted,
+                   const Tensor& caps, int64_t budget);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
+    const Tensor& tokens, const Tensor& scores, const Tensor& active, const Tensor& own_bits,
     int64_t top_k, std::optional<Tensor> previous_requests, std::optional<Tensor> ancestors);
 
 std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parents,

@@ -44,17 +44,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& toke
   Tensor out_parents = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor out_depths = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor ancestors = new_tensor(tokens, {num_rows, num_words}, ScalarType::Long);
+  const Rows<int32_t> from_tokens(tokens);
+  const Rows<int32_t> from_parents(parents);
+  const Rows<int32_t> from_depths(depths);
+  int32_t* to_tokens = data<int32_t>(out_tokens);
+  int32_t* to_parents = data<int32_t>(out_parents);
+  int32_t* to_depths = data<int32_t>(out_depths);
+  uint64_t* to_ancestors = data<uint64_t>(ancestors);
   for (int64_t r = 0; r < num_requests; ++r) {
     const int64_t first = starts[r];
-    const TreeToPack tree{const_data<int32_t>(tokens) + r * tokens.stride(0),
-                          const_data<int32_t>(parents) + r * parents.stride(0),
-                          const_data<int32_t>(depths) + r * depths.stride(0),
-                          counts[r],
-                          num_words,
-                          data<int32_t>(out_tokens) + first,
-                          data<int32_t>(out_parents) + first,
-                          data<int32_t>(out_depths) + first,
-                          data<uint64_t>(ancestors) + first * num_words};
+    const TreeToPack tree{from_tokens[r],     from_parents[r],   from_depths[r],
+                          counts[r],          num_words,         to_tokens + first,
+                          to_parents + first, to_depths + first, to_ancestors + first * num_words};
     const int64_t broken = pack_tree(tree);
     require(broken < 0, "pack_trees: parents of request ", r, ": that of node ", broken,
             " is not before it");

@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, cons
   require_int32(tokens, "rank_trees: tokens", 2);
   require_int32(parents, "rank_trees: parents", 2);
   require_int32(depths, "rank_trees: depths", 2);
-  require_tensor(scores, "rank_trees: scores", ScalarType::Float, "float32", 2);
+  require_float32(scores, "rank_trees: scores", 2);
   const int64_t num_requests = tokens.size(0);
   const int64_t num_candidates = tokens.size(1);
   for (const auto& [tensor, what] :
@@ -49,19 +49,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, cons
   Tensor out_scores = new_tensor(tokens, {num_requests, num_kept}, ScalarType::Float);
   std::vector<uint64_t> keys(num_candidates);
   std::vector<int32_t> places(num_candidates);
+  const Rows<int32_t> from_tokens(tokens);
+  const Rows<int32_t> from_parents(parents);
+  const Rows<int32_t> from_depths(depths);
+  const Rows<float> from_scores(scores);
+  const Rows<int32_t> to_tokens(out_tokens);
+  const Rows<int32_t> to_parents(out_parents);
+  const Rows<int32_t> to_depths(out_depths);
+  const Rows<float> to_scores(out_scores);
   for (int64_t r = 0; r < num_requests; ++r) {
-    rank_row(row_of<float>(scores, r), keys);
-    const TreeToRank tree{keys.data(),
-                          row_of<int32_t>(tokens, r),
-                          row_of<int32_t>(parents, r),
-                          row_of<int32_t>(depths, r),
-                          num_candidates,
-                          num_kept,
-                          places.data(),
-                          row_of<int32_t>(out_tokens, r),
-                          row_of<int32_t>(out_parents, r),
-                          row_of<int32_t>(out_depths, r),
-                          row_of<float>(out_scores, r)};
+    rank_row(from_scores[r], keys);
+    const TreeToRank tree{keys.data(),    from_tokens[r], from_parents[r], from_depths[r],
+                          num_candidates, num_kept,       places.data(),   to_tokens[r],
+                          to_parents[r],  to_depths[r],   to_scores[r]};
     const int64_t broken = rank_tree(tree);
     require(broken < 0, "rank_trees: parents of request ", r, ": that of candidate ", broken,
             " is none of its ", num_candidates, " candidates");

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parent
   require_int32(parents, "read_trees: parents", 2);
   require_int32(depths, "read_trees: depths", 2);
   require_int32(num_nodes, "read_trees: num_nodes", 1);
-  require_tensor(slots, "read_trees: slots", ScalarType::Long, "int64", 1);
+  require_int64(slots, "read_trees: slots", 1);
   require_int32(scheduled, "read_trees: scheduled", 2);
   require_int32(num_scheduled, "read_trees: num_scheduled", 1);
   const int64_t num_slots = tokens.size(0);
@@ -43,16 +43,24 @@ std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parent
   const std::vector<int64_t> sizes{num_requests, width};
   Tensor out_parents = torch::stable::new_empty(tokens, sizes, ScalarType::Int);
   Tensor out_depths = torch::stable::new_empty(tokens, sizes, ScalarType::Int);
+  const Rows<int32_t> stored_tokens(tokens);
+  const Rows<int32_t> stored_parents(parents);
+  const Rows<int32_t> stored_depths(depths);
+  const Rows<int32_t> tokens_to_read(scheduled);
+  const Rows<int32_t> to_parents(out_parents);
+  const Rows<int32_t> to_depths(out_depths);
+  const int32_t* num_stored = const_data<int32_t>(num_nodes);
+  const int32_t* num_to_read = const_data<int32_t>(num_scheduled);
   for (int64_t r = 0; r < num_requests; ++r) {
-    const TreeToRead tree{row_of<int32_t>(tokens, slot[r]),
-                          row_of<int32_t>(parents, slot[r]),
-                          row_of<int32_t>(depths, slot[r]),
-                          const_data<int32_t>(num_nodes)[slot[r]],
-                          row_of<int32_t>(scheduled, r),
-                          const_data<int32_t>(num_scheduled)[r],
+    const TreeToRead tree{stored_tokens[slot[r]],
+                          stored_parents[slot[r]],
+                          stored_depths[slot[r]],
+                          num_stored[slot[r]],
+                          tokens_to_read[r],
+                          num_to_read[r],
                           width,
-                          row_of<int32_t>(out_parents, r),
-                          row_of<int32_t>(out_depths, r)};
+                          to_parents[r],
+                          to_depths[r]};
     read_tree(tree);
   }
   return {out_parents, out_depths};

@@ -73,4 +73,13 @@ ArgmaxKernel argmax_kernel(SimdLevel level) {
   return portable::argmax_row;
 }
 
+ScoreKernel score_kernel(SimdLevel level) {
+#if defined(__x86_64__)
+  if (level == SimdLevel::kAvx512) return avx512::score_row;
+  if (level == SimdLevel::kAvx2) return avx2::score_row;
+#endif
+  (void)level;
+  return portable::score_row;
+}
+
 }  // namespace vllm_echo

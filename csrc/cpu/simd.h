@@ -18,6 +18,10 @@ using TileKernel = void (*)(const TreeAttentionParams&, const AttentionTile&, Fl
 // torch.argmax. 0 if there are none.
 using ArgmaxKernel = int64_t (*)(const void* row, int64_t size, FloatType);
 
+// log sigmoid(intercept + slope * logit(q)) of `size` log q, each with its own curve.
+using ScoreKernel = void (*)(const float* log_probs, const float* intercepts, const float* slopes,
+                             int64_t size, float* scores);
+
 // Slots that one step of the online softmax covers. A multiple of 64.
 constexpr int64_t kSlotsPerStep = 128;
 
@@ -37,22 +41,26 @@ void set_simd_level(const char* name);
 
 TileKernel tile_kernel(SimdLevel level);
 ArgmaxKernel argmax_kernel(SimdLevel level);
+ScoreKernel score_kernel(SimdLevel level);
 
 namespace portable {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
 int64_t argmax_row(const void*, int64_t, FloatType);
+void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace portable
 #if defined(__x86_64__)
 namespace avx2 {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
 int64_t argmax_row(const void*, int64_t, FloatType);
+void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace avx2
 namespace avx512 {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
 int64_t argmax_row(const void*, int64_t, FloatType);
+void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace avx512
 #endif
 

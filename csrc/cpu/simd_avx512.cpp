@@ -21,6 +21,7 @@
 #define ECHO_VECS_PER_PASS 4
 
 #include "argmax_row.h"
+#include "score_row.h"
 #include "tree_attention_tile.h"
 
 #if defined(__clang__)

@@ -22,10 +22,18 @@ T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-// One row of a table.
+// The rows of a table. The stable ABI answers every question about a tensor by a call, so a loop
+// asks once, before it begins.
 template <typename T>
-T* row_of(const Tensor& table, int64_t row) {
-  return data<T>(table) + row * table.stride(0);
-}
+class Rows {
+ public:
+  explicit Rows(const Tensor& table) : first_(data<T>(table)), stride_(table.stride(0)) {}
+
+  T* operator[](int64_t row) const { return first_ + row * stride_; }
+
+ private:
+  T* first_;
+  int64_t stride_;
+};
 
 }  // namespace vllm_echo

@@ -135,8 +135,14 @@ ECHO_INLINE float reduce_sum(Vec x) {
 }
 #endif
 
-// e^x for x <= 0, within 2 ulp; 0 below -87, where the result would be subnormal. NaN stays NaN.
-ECHO_INLINE Vec exp_nonpositive(Vec x) {
+// e^x = power * (1 + rest) for x <= 0: power a power of two, rest near 0.
+struct ExpParts {
+  Vec power;
+  Vec rest;
+};
+
+// Meaningless below -87, where the result would be subnormal. NaN gives a rest of NaN.
+ECHO_INLINE ExpParts exp_parts(Vec x) {
   const VecInt n =
       __builtin_convertvector(x * 1.44269504f - 0.5f, VecInt);  // truncation: nearest, as x <= 0
   const Vec whole = __builtin_convertvector(n, Vec);
@@ -151,9 +157,48 @@ ECHO_INLINE Vec exp_nonpositive(Vec x) {
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  const Vec power = (Vec)((n + 127) << 23);
-  return x < -87.0f ? Vec{} : y * power;
+  return {(Vec)((n + 127) << 23), y * (r * r) + r};
+}
+
+// e^x for x <= 0, within 2 ulp; 0 below -87. NaN stays NaN.
+ECHO_INLINE Vec exp_nonpositive(Vec x) {
+  const ExpParts e = exp_parts(x);
+  return x < -87.0f ? Vec{} : (e.rest + 1.0f) * e.power;
+}
+
+// e^x - 1 for x <= 0, near 0 too. NaN stays NaN.
+ECHO_INLINE Vec expm1_nonpositive(Vec x) {
+  const ExpParts e = exp_parts(x);
+  return x < -87.0f ? broadcast(-1.0f) : e.power * e.rest + (e.power - 1.0f);
+}
+
+// ln x for normal x > 0, within 2 ulp. NaN stays NaN.
+ECHO_INLINE Vec log_positive(Vec x) {
+  // x = 2^n * m with m from sqrt(1/2) to sqrt(2), so that the logarithm of m is near 0.
+  const VecBits bits = (VecBits)x - 0x3f3504f3u;
+  const VecInt n = (VecInt)bits >> 23;
+  const Vec m = (Vec)((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
+  const Vec whole = __builtin_convertvector(n, Vec);
+  Vec y = broadcast(7.0376836292e-2f);
+  y = y * m - 1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m - 1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m - 1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m - 2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  const Vec square = m * m;
+  const Vec low = y * m * square + whole * -2.12194440e-4f - 0.5f * square;
+  const Vec result = m + low + whole * 0.693359375f;
+  return x == x ? result : x;
+}
+
+// ln(1 + e^x) for x <= 0, near 0 too. NaN stays NaN.
+ECHO_INLINE Vec log1p_of_exp(Vec x) {
+  const Vec e = exp_nonpositive(x);
+  const Vec sum = 1.0f + e;
+  return log_positive(sum) + (e - (sum - 1.0f)) / sum;  // what the sum lost by rounding
 }
 
 ECHO_INLINE Vec tanh(Vec x) {

@@ -69,9 +69,9 @@ def scored_children(step: "Step") -> Children:
     @functools.cache
     def scored(request: int, path: tuple[int, ...]) -> list[tuple[int, float]]:
         found = children(request, path)
-        log_probs = torch.tensor([[log_prob for _, log_prob in found]])
-        sampled = torch.tensor([step.limits[request].sampled])
-        scores = policy.child_scores(len(path) + 1, log_probs, sampled)[0].tolist()
+        log_probs = torch.tensor([[[log_prob for _, log_prob in found]]])
+        of_one = (torch.tensor([0]), torch.tensor([step.limits[request].sampled]))
+        scores = policy.child_scores(len(path) + 1, log_probs, *of_one).flatten().tolist()
         return [(token, score) for (token, _), score in zip(found, scores, strict=True)]
 
     return scored

@@ -62,7 +62,7 @@ def deeper(
     )
     values = torch.tensor(confidence)
     scores = torch.stack([values.log(), values.log() - 1], dim=1)
-    return make_policy(config).go_deeper(growth, depth, scores, values).tolist()
+    return make_policy(config).go_deeper(growth, depth, scores, values.log()).tolist()
 
 
 def test_a_request_goes_deeper_when_its_next_node_beats_the_price() -> None:
@@ -92,8 +92,8 @@ def test_who_has_stopped_neither_comes_back_nor_helps_to_pay() -> None:
     assert deeper([0.9, 0.9], deepest=[1, 8]) == [False, True]
 
 
-def test_the_last_layer_needs_no_decision() -> None:
-    assert deeper([0.01, 0.9], depth=3, active=[True, False]) == [True, False]
+def test_nobody_goes_deeper_than_the_last_layer() -> None:
+    assert deeper([0.9, 0.9], price=0.0, depth=3) == [False, False]
 
 
 @many

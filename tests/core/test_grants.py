@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's functions one by one, against the reference and by worked examples."""
 
+import math
 import random
 
 import pytest
@@ -9,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.kit import as_lists, nodes_as_lists, randoms
+from vllm_echo import ops
 from vllm_echo.gate import SparseGates
 from vllm_echo.reference import schedule as reference
-from vllm_echo.reference.schedule import ROOT, Node
-from vllm_echo.schedule import (
-    grant_layer,
-    grant_width,
-    rank_candidates,
-    share_evenly,
-    take_leading,
-)
+from vllm_echo.reference.schedule import ROOT, Node, probability, to_float32
+from vllm_echo.schedule import rank_candidates, share_evenly, take_leading
 from vllm_echo.tree import CandidateTrees
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -62,31 +58,65 @@ def candidate_trees(
     )
 
 
+def growth_of(count: int) -> tuple[torch.Tensor, ...]:
+    """Active, caps, deepest, layers so far and truncated of requests that nothing limits."""
+    most = torch.full((count,), 255, dtype=torch.int32)
+    yes = torch.ones(count, dtype=torch.bool)
+    return yes, most, most.clone(), torch.zeros_like(most), ~yes
+
+
+def grant_layer(confidence: torch.Tensor, wants: list[bool], budget: int) -> list[bool]:
+    """Who is granted a layer where no gate stands; who wants none has reached its cap."""
+    active, caps, deepest, num_layers, truncated = growth_of(len(wants))
+    caps *= torch.tensor(wants, dtype=torch.int32)
+    best = confidence.clamp(min=1e-45).log()
+    state = (active, caps, deepest, num_layers, truncated)
+    deeper, counts = ops.grant_layer(best, *state, 0, None, budget)
+    assert num_layers.tolist() == deeper.int().tolist()
+    assert int(counts[2]) == int(deeper.sum())
+    return deeper.tolist()
+
+
 @many
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.booleans())), budgets)
 def test_grant_layer_agrees_with_the_reference(
     requests: list[tuple[float, bool]], budget: int
 ) -> None:
     confidence, wants = [c for c, _ in requests], [w for _, w in requests]
-    granted = grant_layer(
-        torch.tensor(confidence), torch.tensor(wants, dtype=torch.bool), budget
-    ).tolist()
+    granted = grant_layer(torch.tensor(confidence), wants, budget)
     assert granted == reference.grant_layer(confidence, wants, min(budget, len(wants)))
     assert sum(granted) == min(budget, sum(wants))
 
 
 def test_equal_confidence_is_served_in_request_order() -> None:
     """Catches an unstable sort: ranks that break a tie differently draft different trees."""
-    wants = torch.ones(300, dtype=torch.bool)
-    wants[::3] = False
-    granted = grant_layer(torch.full((300,), 0.5), wants, 100).nonzero().flatten()
-    assert granted.tolist() == wants.nonzero().flatten()[:100].tolist()
+    wants = [request % 3 != 0 for request in range(300)]
+    granted = grant_layer(torch.full((300,), 0.5), wants, 100)
+    assert [r for r, yes in enumerate(granted) if yes] == [r for r in range(300) if wants[r]][:100]
 
 
 def test_confidence_0_still_wants_its_layer() -> None:
-    """A path's probability may underflow; the request has passed its gates nevertheless."""
-    wants = torch.tensor([True, False, True])
-    assert grant_layer(torch.zeros(3), wants, 2).tolist() == [True, False, True]
+    """A path's probability may underflow; the request has passed its gates nevertheless. But a
+    layer without any candidate is not paid for."""
+    best = torch.tensor([-200.0, -torch.inf, -200.0])
+    growth = growth_of(3)
+    deeper, counts = ops.grant_layer(best, *growth, 0, None, 2)
+    assert deeper.tolist() == [True, False, True]
+    assert counts.tolist() == [2, 0, 2]
+    gated = ops.grant_layer(best, *growth_of(3), 0, 0.0, 2)[0]
+    assert gated.tolist() == [False] * 3, "above a threshold of 0 is not 0"
+
+
+def test_a_request_at_its_end_pays_for_a_layer_that_nobody_expands() -> None:
+    active, caps, _, num_layers, truncated = growth_of(3)
+    caps[2] = 0
+    deepest = torch.tensor([2, 3, 9], dtype=torch.int32)
+    best = torch.full((3,), -0.5)
+    deeper, counts = ops.grant_layer(best, active, caps, deepest, num_layers, truncated, 1, None, 9)
+    assert deeper.tolist() == [False, True, False]
+    assert num_layers.tolist() == [1, 1, 0], "one has a cap of 0"
+    assert counts.tolist() == [3, 0, 2]
+    assert not truncated.any()
 
 
 @many
@@ -99,8 +129,12 @@ def test_grant_width_agrees_with_the_reference(source: random.Random, budget: in
     trees = candidate_trees(requests, truncated, granted)
 
     ranked = rank_candidates(trees, trees.scores.shape[1])
-    counts = grant_width(
-        ranked, trees.num_layers, torch.tensor(caps, dtype=torch.int32), budget
+    counts = ops.grant_width(
+        ranked.scores,
+        trees.truncated,
+        trees.num_layers,
+        torch.tensor(caps, dtype=torch.int32),
+        budget,
     ).tolist()
 
     scores = [[node.score for node in nodes] for nodes in requests]
@@ -155,35 +189,46 @@ def test_the_best_candidates_are_those_of_the_reference(source: random.Random) -
 
 
 def test_what_truncated_requests_leave_lets_the_confident_go_deeper() -> None:
-    """The elastic rule in one picture: of 6 nodes, request 0 is cut at its root and the other
+    """The elastic rule in one picture: of 5 nodes, request 0 is cut at its root and the other
     two share the rest by confidence, layer by layer."""
-    confidence = torch.tensor([0.1, 0.5, 0.9])
-    gates = SparseGates({0: 0.2})
-    passed = gates.passes(0, confidence)
-    assert passed.tolist() == [False, True, True]
-    budget, layers = 5, torch.zeros(3, dtype=torch.int32)
-    for _ in range(3):
-        granted = grant_layer(confidence, passed, budget)
-        layers += granted.to(torch.int32)
-        budget -= int(granted.sum())
-    assert layers.tolist() == [0, 2, 3]
+    best = torch.tensor([0.1, 0.5, 0.9]).log()
+    active, caps, deepest, num_layers, truncated = growth_of(3)
+    budget, gates = 5, SparseGates({0: 0.2})
+    for depth in range(3):
+        state = (active, caps, deepest, num_layers, truncated)
+        active, counts = ops.grant_layer(best, *state, depth, gates.threshold(depth), budget)
+        assert counts.tolist()[:2] == [[2, 1], [2, 0], [2, 0]][depth]
+        budget -= int(counts[2])
+    assert truncated.tolist() == [True, False, False]
+    assert num_layers.tolist() == [0, 2, 3]
 
 
 def test_a_gate_asks_for_more_than_its_threshold() -> None:
-    gates = SparseGates({2: 0.5, 4: 1.0, 5: 0.0})
-    confidence = torch.tensor([0.0, 0.5, 0.625, 1.0])
-    assert gates.passes(2, confidence).tolist() == [False, False, True, True]
-    assert gates.passes(4, confidence).tolist() == [False] * 4
-    assert gates.passes(5, confidence).tolist() == [False, True, True, True]
-    assert gates.passes(3, confidence).tolist() == [True] * 4, "between gates nothing is decided"
+    """Compared in float32, as the confidence is: 0.6 in float64 lies above it."""
+    best = torch.tensor([0.0, 0.5, 0.625, 1.0]).log()
+    for threshold, passes in (
+        (0.5, [False, False, True, True]),
+        (1.0, [False] * 4),
+        (0.0, [False, True, True, True]),
+        (None, [False, True, True, True]),
+    ):
+        growth = growth_of(4)
+        deeper, counts = ops.grant_layer(best, *growth, 0, threshold, 9)
+        assert deeper.tolist() == passes
+        cut = [value > -torch.inf and not yes for value, yes in zip(best, passes, strict=True)]
+        assert growth[-1].tolist() == cut
+        assert counts.tolist() == [sum(passes), sum(cut), sum(passes)]
+    score = torch.tensor([math.log(to_float32(0.6))])
+    while probability(score.item()) != to_float32(0.6):
+        score = score.nextafter(torch.tensor([0.0]))
+    assert not ops.grant_layer(score, *growth_of(1), 0, 0.6, 9)[0]
 
 
 def test_dense_gates_lie_on_the_line_between_the_sparse_ones() -> None:
     gates = SparseGates({4: 0.3, 1: 0.6}).at_every_depth(6)
     for depth, threshold in enumerate([0.6, 0.6, 0.5, 0.4, 0.3, 0.3]):
         assert gates.has_gate(depth)
-        around = torch.tensor([threshold - 1e-6, threshold + 1e-6])
-        assert gates.passes(depth, around).tolist() == [False, True]
+        assert gates.threshold(depth) == pytest.approx(threshold, abs=1e-9)
     assert not gates.has_gate(6)
 
 
@@ -196,14 +241,4 @@ def test_no_gates_stay_no_gates_at_every_depth() -> None:
 def test_one_threshold_moves_no_gate() -> None:
     gates = SparseGates({0: 0.1, 3: 0.9}).with_threshold(0.5)
     assert [gates.has_gate(depth) for depth in range(5)] == [True, False, False, True, False]
-    confidence = torch.tensor([0.4, 0.6])
-    assert gates.passes(0, confidence).tolist() == [False, True]
-    assert gates.passes(3, confidence).tolist() == [False, True]
-
-
-def test_equal_scores_give_equal_confidence_wherever_they_stand() -> None:
-    """Catches an exp that rounds differently in the tail of a vector: a tie would be no tie."""
-    generator = torch.Generator().manual_seed(0)
-    for score in (-8 * torch.rand(500, generator=generator)).tolist():
-        confidence = torch.full((37, 3), score).amax(dim=1).exp()
-        assert confidence.unique().numel() == 1
+    assert [gates.threshold(depth) for depth in range(5)] == [0.5, None, None, 0.5, None]

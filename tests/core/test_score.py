@@ -26,7 +26,7 @@ def scored(
 ) -> torch.Tensor:
     """The scores of ``values`` [M], children of one request."""
     scores = CalibratedScores(calibration, DEPTHS)
-    return scores(depth, values[None], torch.tensor([sampled]))[0]
+    return scores(depth, values[None, None], torch.tensor([0]), torch.tensor([sampled]))[0, 0]
 
 
 def model_of(*curves: tuple[float, float]) -> AcceptanceModel:
@@ -113,10 +113,11 @@ def test_each_request_is_scored_by_its_own_kind() -> None:
     scores = CalibratedScores(calibration, DEPTHS)
     sampled = torch.tensor([True, False, True])
     values = torch.full((3, 4, 5), -0.7)
-    batch = scores(2, values, sampled)
+    batch = scores(2, values, torch.arange(3), sampled)
     assert batch.shape == values.shape
     for row, kind in zip(batch, sampled.tolist(), strict=True):
         assert row.unique().tolist() == scored(calibration, 2, values[0, 0, :1], kind).tolist()
+    assert torch.equal(scores(2, values[:2], torch.tensor([1, 2]), sampled), batch[1:])
 
 
 def test_equal_probabilities_score_alike_wherever_they_stand() -> None:
@@ -127,11 +128,12 @@ def test_equal_probabilities_score_alike_wherever_they_stand() -> None:
     for value in (-8 * torch.rand(300, generator=generator)).tolist():
         alone = scored(calibration, 1, torch.tensor([value])).item()
         together = CalibratedScores(calibration, DEPTHS)(
-            1, torch.full((37, 3), value), torch.zeros(37, dtype=torch.bool)
+            1, torch.full((37, 1, 3), value), torch.arange(37), torch.zeros(37, dtype=torch.bool)
         )
         assert together.unique().tolist() == [alone]
 
 
 def test_no_request_has_no_score() -> None:
     scores = CalibratedScores(uncalibrated(), DEPTHS)
-    assert scores(1, torch.zeros(0, 3), torch.zeros(0, dtype=torch.bool)).shape == (0, 3)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    assert scores(1, torch.zeros(0, 2, 3), nobody, nobody.bool()).shape == (0, 2, 3)

@@ -73,11 +73,64 @@ def paying_arguments() -> dict[str, torch.Tensor]:
     }
 
 
+def score_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "log_probs": torch.tensor([[[-0.5, -1.0, -3.0]], [[-0.1, -9.0, -torch.inf]]]),
+        "requests": torch.tensor([0, 2]),
+        "sampled": torch.tensor([False, True, True]),
+        "curves": torch.tensor([[0.0, 1.0], [-0.5, 0.8]]),
+    }
+
+
+def append_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.zeros(3, 4, dtype=torch.int32),
+        "parents": torch.zeros(3, 4, dtype=torch.int32),
+        "scores": torch.full((3, 4), -torch.inf),
+        "requests": torch.tensor([0, 2]),
+        "child_tokens": torch.arange(8, dtype=torch.int32).view(2, 2, 2),
+        "child_scores": -torch.arange(8.0).view(2, 2, 2),
+        "chain_only": torch.tensor([False, False, True]),
+        "parent_scores": torch.tensor([[-0.5, -1.0], [-0.25, -2.0]]),
+        "parent_columns": torch.tensor([[1, 0], [0, 2]]),
+    }
+
+
+def layer_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "best": torch.tensor([-0.5, -3.0, -torch.inf]),
+        "active": torch.tensor([True, True, True]),
+        "caps": torch.tensor([4, 4, 4], dtype=torch.int32),
+        "deepest": torch.tensor([4, 1, 4], dtype=torch.int32),
+        "num_layers": torch.tensor([1, 0, 1], dtype=torch.int32),
+        "truncated": torch.tensor([False, False, False]),
+    }
+
+
+def gain_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "best": torch.tensor([-0.5, -3.0, -torch.inf]),
+        "active": torch.tensor([True, True, True]),
+        "deepest": torch.tensor([4, 4, 4], dtype=torch.int32),
+        "sampled": torch.tensor([False, True, False]),
+        "best_child": torch.tensor([0.7, 0.5], dtype=torch.float64),
+    }
+
+
+def width_arguments() -> dict[str, torch.Tensor]:
+    return {
+        "scores": torch.tensor([[-0.25, -2.0, -3.0], [-0.5, -1.0, -torch.inf]]),
+        "truncated": torch.tensor([False, True]),
+        "granted": torch.tensor([1, 0], dtype=torch.int32),
+        "caps": torch.tensor([3, 3], dtype=torch.int32),
+    }
+
+
 def frontier_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]], dtype=torch.int32),
         "scores": torch.tensor([[-2.0, -0.5, -1.0, -0.5], [-0.25, -0.25, -1.0, -torch.inf]]),
-        "requests": torch.tensor([1]),
+        "active": torch.tensor([False, True]),
         "own_bits": torch.tensor([[4], [8], [16]]),
         "previous_requests": torch.tensor([0, 1]),
         "ancestors": torch.tensor([[[1], [2]], [[1], [2]]]),
@@ -124,6 +177,26 @@ def call_paying(arguments: dict[str, torch.Tensor]) -> None:
     ops.best_paying(**arguments, num_requests=2, plain_ms=20.0)
 
 
+def call_score(arguments: dict[str, torch.Tensor]) -> None:
+    ops.score_children(**arguments)
+
+
+def call_append(arguments: dict[str, torch.Tensor]) -> None:
+    ops.append_layer(**arguments, first_parent_column=3)
+
+
+def call_layer(arguments: dict[str, torch.Tensor]) -> None:
+    ops.grant_layer(**arguments, depth=1, threshold=0.3, budget=2)
+
+
+def call_gain(arguments: dict[str, torch.Tensor]) -> None:
+    ops.expect_gain(**arguments, depth=1, **GAIN)
+
+
+def call_width(arguments: dict[str, torch.Tensor]) -> None:
+    ops.grant_width(**arguments, budget=2)
+
+
 def call_frontier(arguments: dict[str, torch.Tensor]) -> None:
     ops.next_frontier(**arguments, top_k=2)
 
@@ -131,6 +204,8 @@ def call_frontier(arguments: dict[str, torch.Tensor]) -> None:
 def call_read(arguments: dict[str, torch.Tensor]) -> None:
     ops.read_trees(**arguments)
 
+
+GAIN = {"price": 0.1, "ms_per_token": 10.0, "request_ms": 0.5, "layer_ms": 0.5}
 
 OPERATORS = [
     ("tree_attention", call_attention, attention_arguments),
@@ -140,6 +215,11 @@ OPERATORS = [
     ("pack_trees", call_pack, pack_arguments),
     ("rank_trees", call_rank, rank_arguments),
     ("best_paying", call_paying, paying_arguments),
+    ("score_children", call_score, score_arguments),
+    ("append_layer", call_append, append_arguments),
+    ("grant_layer", call_layer, layer_arguments),
+    ("expect_gain", call_gain, gain_arguments),
+    ("grant_width", call_width, width_arguments),
     ("next_frontier", call_frontier, frontier_arguments),
     ("read_trees", call_read, read_arguments),
 ]

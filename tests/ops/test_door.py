@@ -11,17 +11,23 @@ from torch.library import opcheck
 
 from tests.ops.calls import (
     ATTENTION_NAMES,
+    GAIN,
     OPERATORS,
     accept_arguments,
+    append_arguments,
     attention_arguments,
     call_attention,
     commit_arguments,
     frontier_arguments,
+    gain_arguments,
     greedy_arguments,
+    layer_arguments,
     pack_arguments,
     paying_arguments,
     rank_arguments,
     read_arguments,
+    score_arguments,
+    width_arguments,
 )
 from vllm_echo import ops
 
@@ -181,6 +187,28 @@ def test_rank_passes_opcheck() -> None:
 def test_paying_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.best_paying.default
     opcheck(op, (*paying_arguments().values(), 2, 20.0))
+
+
+def test_score_passes_opcheck() -> None:
+    opcheck(torch.ops.vllm_echo.score_children.default, tuple(score_arguments().values()))
+
+
+def test_append_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.append_layer.default
+    *layer, parent_scores, parent_columns = append_arguments().values()
+    opcheck(op, (*layer, parent_scores, parent_columns, 3))
+    *table, requests, tokens, scores, chain_only = layer
+    roots = (tokens.view(2, 1, 4), scores.view(2, 1, 4))
+    opcheck(op, (*table, requests, *roots, chain_only, None, None, 0))
+
+
+def test_grants_pass_opcheck() -> None:
+    library = torch.ops.vllm_echo
+    for threshold in (None, 0.3):
+        layer = (*layer_arguments().values(), 1, threshold, 2)
+        opcheck(library.grant_layer.default, layer)
+    opcheck(library.expect_gain.default, (*gain_arguments().values(), 1, *GAIN.values()))
+    opcheck(library.grant_width.default, (*width_arguments().values(), 2))
 
 
 def test_frontier_passes_opcheck() -> None:

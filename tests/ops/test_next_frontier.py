@@ -26,6 +26,10 @@ def some_of(source: random.Random, among: list[int], least: int = 0) -> list[int
     return sorted(source.sample(among, source.randint(min(least, len(among)), len(among))))
 
 
+def mask_of(requests: list[int], size: int) -> torch.Tensor:
+    return torch.tensor([r in requests for r in range(size)], dtype=torch.bool)
+
+
 def random_layer(
     source: random.Random, num_requests: int, parents: int, top_k: int, *, first: bool
 ) -> Layer:
@@ -39,7 +43,7 @@ def random_layer(
     layer: Layer = {
         "tokens": torch.tensor(source.sample(range(10**6), count), dtype=torch.int32),
         "scores": torch.tensor(scores, dtype=torch.float32),
-        "requests": torch.tensor(some_of(source, previous), dtype=torch.int64),
+        "active": mask_of(some_of(source, previous), num_requests),
         "own_bits": int64s(source, source.randint(0, columns), words),
         "top_k": top_k,
     }
@@ -52,10 +56,10 @@ def random_layer(
 
 
 def obvious_frontier(layer: Layer) -> list[list]:
-    """Tokens, parent rows, ancestors, columns and scores of every request's nodes."""
-    out: list[list] = [[], [], [], [], []]
+    """Every active request; and its nodes' tokens, parent rows, ancestors, columns, scores."""
+    out: list[list] = [[], [], [], [], [], []]
     own_bits = layer["own_bits"].tolist()
-    for request in layer["requests"].tolist():
+    for request in layer["active"].nonzero().flatten().tolist():
         scores = [-INF if math.isnan(s) else s for s in layer["scores"][request].tolist()]
         columns = sorted(range(len(scores)), key=lambda c: (-scores[c], c))[: len(own_bits)]
         if "ancestors" in layer:
@@ -68,6 +72,7 @@ def obvious_frontier(layer: Layer) -> list[list]:
             above = [[0] * len(bits) for bits in own_bits]
         both = zip(above, own_bits, strict=True)
         nodes = (
+            request,
             [int(layer["tokens"][request, column]) for column in columns],
             rows,
             [[a | b for a, b in zip(*words, strict=True)] for words in both],
@@ -81,12 +86,12 @@ def obvious_frontier(layer: Layer) -> list[list]:
 
 def assert_expanded(layer: Layer) -> list[torch.Tensor]:
     got = ops.next_frontier(**layer)
-    shape = layer["requests"].shape[0], layer["own_bits"].shape[0]
+    shape = int(layer["active"].sum()), layer["own_bits"].shape[0]
     int64 = torch.int64
-    assert [t.dtype for t in got] == [torch.int32, int64, int64, int64, torch.float32]
-    assert got[2].shape == (*shape, layer["own_bits"].shape[1])
+    assert [t.dtype for t in got] == [int64, torch.int32, int64, int64, int64, torch.float32]
+    assert got[3].shape == (*shape, layer["own_bits"].shape[1])
     for tensor in got:
-        assert tensor.shape[:2] == shape
+        assert tensor.shape[:2] == shape[: tensor.dim()]
         assert tensor.is_contiguous()
     assert [tensor.tolist() for tensor in got] == obvious_frontier(layer)
     return list(got)
@@ -116,13 +121,13 @@ def test_ties_go_by_column_and_impossible_nodes_come_last_in_theirs() -> None:
     layer: Layer = {
         "tokens": torch.arange(6, dtype=torch.int32)[None],
         "scores": torch.tensor([[-INF, -1.0, NAN, -0.5, -1.0, -0.5]]),
-        "requests": torch.tensor([0]),
+        "active": torch.tensor([True]),
         "own_bits": 8 << torch.arange(6)[:, None],
         "top_k": 2,
         "previous_requests": torch.tensor([0]),
         "ancestors": torch.tensor([[[1], [2], [4]]]),
     }
-    _, parent_rows, ancestors, columns, scores = assert_expanded(layer)
+    _, _, parent_rows, ancestors, columns, scores = assert_expanded(layer)
     assert columns.tolist() == [[3, 5, 1, 4, 0, 2]]
     assert parent_rows.tolist() == [[1, 2, 0, 2, 0, 1]]
     assert ancestors.flatten().tolist() == [2 + 8, 4 + 16, 1 + 32, 4 + 64, 1 + 128, 2 + 256]
@@ -146,7 +151,7 @@ def good_layer() -> Layer:
     return {
         "tokens": torch.arange(24, dtype=torch.int32).view(4, 6),
         "scores": -torch.arange(24.0).view(4, 6),
-        "requests": torch.tensor([0, 3]),
+        "active": mask_of([0, 3], 4),
         "own_bits": int64s(source, 4, 2),
         "top_k": 3,
         "previous_requests": torch.tensor([0, 2, 3]),
@@ -159,12 +164,8 @@ def good_layer() -> Layer:
     [
         ("scores", torch.zeros(3, 6), "scores must have size 4 in dimension 0"),
         ("scores", torch.zeros(4, 5), "scores must have size 6 in dimension 1"),
-        ("requests", torch.tensor([0, 4]), "requests names request 4 of 4"),
-        ("requests", torch.tensor([-1, 0]), "requests names request -1 of 4"),
-        ("requests", torch.tensor([2**62]), "requests names request"),
-        ("requests", torch.tensor([3, 0]), "requests must ascend, got 3 before 0"),
-        ("requests", torch.tensor([3, 3]), "requests must ascend"),
-        ("requests", torch.tensor([0, 1]), "request 1, which is not in previous_requests"),
+        ("active", mask_of([0], 3), "active must have size 4 in dimension 0"),
+        ("active", mask_of([0, 1], 4), "active names request 1, which is not in previous_requests"),
         ("own_bits", torch.zeros(7, 2).long(), "own_bits names 7 nodes .* tokens has 6 columns"),
         ("own_bits", torch.zeros(2, 4).long().mT, "own_bits must be contiguous"),
         ("own_bits", torch.zeros(4, 1).long(), "ancestors must have size 1 in dimension 2"),
@@ -173,6 +174,7 @@ def good_layer() -> Layer:
         ("top_k", 2, "ancestors has 2 parents with 2 children each"),
         ("previous_requests", torch.tensor([0, 3]), "ancestors must have size 2 in dimension 0"),
         ("previous_requests", torch.tensor([3, 2, 0]), "previous_requests must ascend"),
+        ("previous_requests", torch.tensor([0, 3, 4]), "previous_requests names request 4 of 4"),
         ("previous_requests", torch.tensor([0, 1, 2]), "request 3, which is not in"),
         ("previous_requests", None, "must come together"),
         ("ancestors", None, "must come together"),
