@@ -11,7 +11,7 @@ TRACE ?=
 SIMULATE_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help serve test bench bench-quick simulate lint format build demo install install-dev doctor clean distclean
+.PHONY: help serve test bench bench-quick bench-ops simulate lint format build demo install install-dev doctor clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | expand -t 14
@@ -28,6 +28,9 @@ bench: install ## measure all engines and policies through the server, hours (EV
 
 bench-quick: install ## the main table in under ten minutes (EVAL_DATA, BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.serving --quick $(if $(EVAL_DATA),--data '$(EVAL_DATA)') $(BENCH_ARGS)
+
+bench-ops: install ## the operators against their floors, minutes (BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ops.bench_operators $(BENCH_ARGS)
 
 simulate: install ## replay draft traces under GPU cost curves (TRACE, SIMULATE_ARGS; docs/simulation.md)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.simulate --trace $(TRACE) $(SIMULATE_ARGS)

@@ -52,6 +52,11 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "grant_width(Tensor scores, Tensor truncated, Tensor granted, Tensor caps, int budget) -> "
       "Tensor counts");
   m.def(
+      "schedule_budget(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, Tensor caps, "
+      "Tensor deepest, Tensor thresholds, int budget, bool width, int max_nodes) -> "
+      "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores, "
+      "Tensor num_nodes, Tensor num_layers, Tensor truncated, Tensor gate_counts)");
+  m.def(
       "next_frontier(Tensor tokens, Tensor scores, Tensor active, Tensor own_bits, int top_k, "
       "Tensor? previous_requests, Tensor? ancestors) -> (Tensor requests, Tensor out_tokens, "
       "Tensor parent_rows, Tensor out_ancestors, Tensor columns, Tensor out_scores)");
@@ -75,6 +80,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("grant_layer", TORCH_BOX(&vllm_echo::cpu::grant_layer));
   m.impl("expect_gain", TORCH_BOX(&vllm_echo::cpu::expect_gain));
   m.impl("grant_width", TORCH_BOX(&vllm_echo::cpu::grant_width));
+  m.impl("schedule_budget", TORCH_BOX(&vllm_echo::cpu::schedule_budget));
   m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));
   m.impl("read_trees", TORCH_BOX(&vllm_echo::cpu::read_trees));
 }

@@ -362,6 +362,45 @@ def grant_width(
     return _call("grant_width", scores, truncated, granted, caps, budget)
 
 
+def schedule_budget(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    caps: torch.Tensor,
+    deepest: torch.Tensor,
+    thresholds: torch.Tensor,
+    budget: int,
+    width: bool,
+    max_nodes: int,
+) -> tuple[torch.Tensor, ...]:
+    """The elastic scheduler at once, over candidates of all layers: gates, depth, then width.
+
+    The result is that of a draft loop which asks ``grant_layer`` after every layer and drafts no
+    further for those that it stops, then ``rank_trees`` and ``grant_width``: candidates of layers
+    that would not have been drafted do not count. For a device that drafts all layers before it
+    decides.
+
+    Args:
+        tokens, parents, depths: [R, C] int32, as ``CandidateTrees`` has them, the last dimension
+            contiguous.
+        scores: [R, C] float32; NaN counts as -inf.
+        caps, deepest: [R] int32, most nodes and last layer of each request.
+        thresholds: [D] float32, the gate at depth 0 to D - 1; NaN is none. D layers are drafted.
+        budget: nodes of all requests.
+        width: False ends after phase 1.
+        max_nodes: columns of the trees, no more than C are returned.
+
+    Returns:
+        tokens, parents, depths [R, W] int32, scores [R, W] float32, as from ``rank_trees``;
+        num_nodes, num_layers [R] int32; truncated [R] bool; gate_counts [D, 3] int64: passed, cut,
+        granted.
+    """
+    candidates = (tokens, parents, depths, scores)
+    limits = (caps, deepest, thresholds, budget, width, max_nodes)
+    return _call("schedule_budget", *candidates, *limits)
+
+
 def next_frontier(
     tokens: torch.Tensor,
     scores: torch.Tensor,

@@ -131,6 +131,35 @@ def _(
     return granted.new_empty(granted.shape)
 
 
+@torch.library.register_fake("vllm_echo::schedule_budget")
+def _(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    caps: torch.Tensor,
+    deepest: torch.Tensor,
+    thresholds: torch.Tensor,
+    budget: int,
+    width: bool,
+    max_nodes: int,
+) -> tuple[torch.Tensor, ...]:
+    require_cpu(
+        "schedule_budget",
+        (tokens, parents, depths, scores, caps, deepest, thresholds, budget, width, max_nodes),
+    )
+    shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
+    num_requests = tokens.shape[0]
+    return (
+        *(tokens.new_empty(shape) for _ in range(3)),
+        scores.new_empty(shape),
+        tokens.new_empty(num_requests),
+        tokens.new_empty(num_requests),
+        tokens.new_empty(num_requests, dtype=torch.bool),
+        tokens.new_empty(thresholds.shape[0], 3, dtype=torch.int64),
+    )
+
+
 @torch.library.register_fake("vllm_echo::next_frontier")
 def _(
     tokens: torch.Tensor,

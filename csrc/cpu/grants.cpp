@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "../include/rank_key.h"
@@ -27,6 +28,68 @@ void keep_best(std::vector<uint64_t>& keys, int64_t budget) {
   keys.resize(kept);
 }
 
+// What phase 1 reads and writes of the requests.
+struct Requests {
+  int64_t size;
+  const int32_t* caps;
+  const int32_t* deepest;
+  int32_t* num_layers;
+  bool* truncated;
+};
+
+// `counts`: passed, cut, granted.
+void grant_one_layer(const Requests& requests, const float* best, const bool* active, int64_t depth,
+                     std::optional<float> threshold, int64_t budget, bool* deeper,
+                     int64_t* counts) {
+  int64_t passed = 0;
+  int64_t cut = 0;
+  std::vector<uint64_t> wanting;
+  for (int64_t r = 0; r < requests.size; ++r) {
+    if (!takes_part(active[r], best[r])) continue;
+    const float confidence = probability(best[r]);
+    if (threshold && !(confidence > *threshold)) {
+      requests.truncated[r] = true;
+      ++cut;
+      continue;
+    }
+    ++passed;
+    if (requests.num_layers[r] < requests.caps[r]) wanting.push_back(rank_key(confidence, r));
+  }
+  keep_best(wanting, budget);
+  for (const uint64_t key : wanting) {
+    const int64_t r = key_index(key);
+    ++requests.num_layers[r];
+    deeper[r] = depth + 1 < requests.deepest[r];
+  }
+  counts[0] = passed;
+  counts[1] = cut;
+  counts[2] = static_cast<int64_t>(wanting.size());
+}
+
+// Phase 2, over ranked `scores`: adds to `counts`, which begin as `granted`.
+void add_width(const Tensor& scores, const bool* truncated, const int32_t* granted,
+               const int32_t* caps, int64_t budget, int32_t* counts) {
+  const int64_t num_requests = scores.size(0);
+  const int64_t num_candidates = scores.size(1);
+  const Rows<float> rows(scores);
+  std::vector<uint64_t> open;
+  for (const bool of_class : {true, false}) {
+    if (budget <= 0) break;
+    open.clear();
+    for (int64_t r = 0; r < num_requests; ++r) {
+      if (truncated[r] != of_class) continue;
+      const int64_t end = std::min<int64_t>(caps[r], num_candidates);
+      for (int64_t rank = std::max<int64_t>(granted[r], 0); rank < end; ++rank) {
+        const float score = rows[r][rank];
+        if (std::isfinite(score)) open.push_back(rank_key(score, r * num_candidates + rank));
+      }
+    }
+    keep_best(open, budget);
+    for (const uint64_t key : open) ++counts[key_index(key) / num_candidates];
+    budget -= static_cast<int64_t>(open.size());
+  }
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> grant_layer(const Tensor& best, const Tensor& active, const Tensor& caps,
@@ -47,36 +110,13 @@ std::tuple<Tensor, Tensor> grant_layer(const Tensor& best, const Tensor& active,
   require_size(truncated, "grant_layer: truncated", 0, num_requests);
 
   Tensor deeper = new_mask(active, num_requests);
-  const float* scores = const_data<float>(best);
-  const bool* takes = const_data<bool>(active);
-  const int32_t* cap = const_data<int32_t>(caps);
-  int32_t* layers = data<int32_t>(num_layers);
-  bool* cut_off = data<bool>(truncated);
-  int64_t passed = 0;
-  int64_t cut = 0;
-  std::vector<uint64_t> wanting;
-  for (int64_t r = 0; r < num_requests; ++r) {
-    if (!takes_part(takes[r], scores[r])) continue;
-    const float confidence = probability(scores[r]);
-    if (threshold && !(confidence > static_cast<float>(*threshold))) {
-      cut_off[r] = true;
-      ++cut;
-      continue;
-    }
-    ++passed;
-    if (layers[r] < cap[r]) wanting.push_back(rank_key(confidence, r));
-  }
-  keep_best(wanting, budget);
-  const int32_t* last = const_data<int32_t>(deepest);
-  bool* goes_on = data<bool>(deeper);
-  for (const uint64_t key : wanting) {
-    const int64_t r = key_index(key);
-    ++layers[r];
-    goes_on[r] = depth + 1 < last[r];
-  }
   Tensor counts = new_tensor(best, {3}, ScalarType::Long);
-  const int64_t values[] = {passed, cut, static_cast<int64_t>(wanting.size())};
-  std::copy_n(values, 3, data<int64_t>(counts));
+  const Requests requests{num_requests, const_data<int32_t>(caps), const_data<int32_t>(deepest),
+                          data<int32_t>(num_layers), data<bool>(truncated)};
+  std::optional<float> gate;
+  if (threshold) gate = static_cast<float>(*threshold);
+  grant_one_layer(requests, const_data<float>(best), const_data<bool>(active), depth, gate, budget,
+                  data<bool>(deeper), data<int64_t>(counts));
   return {deeper, counts};
 }
 
@@ -121,7 +161,6 @@ Tensor grant_width(const Tensor& scores, const Tensor& truncated, const Tensor& 
   require_int32(granted, "grant_width: granted", 1);
   require_int32(caps, "grant_width: caps", 1);
   const int64_t num_requests = scores.size(0);
-  const int64_t num_candidates = scores.size(1);
   require_size(truncated, "grant_width: truncated", 0, num_requests);
   require_size(granted, "grant_width: granted", 0, num_requests);
   require_size(caps, "grant_width: caps", 0, num_requests);
@@ -129,29 +168,91 @@ Tensor grant_width(const Tensor& scores, const Tensor& truncated, const Tensor& 
           scores.numel());
 
   Tensor counts = new_tensor(granted, {num_requests}, ScalarType::Int);
-  int32_t* count = data<int32_t>(counts);
   const int32_t* had = const_data<int32_t>(granted);
-  const int32_t* cap = const_data<int32_t>(caps);
-  const bool* cut_off = const_data<bool>(truncated);
-  const Rows<float> rows(scores);
-  std::copy_n(had, num_requests, count);
-  std::vector<uint64_t> open;
-  for (const bool of_class : {true, false}) {
-    if (budget <= 0) break;
-    open.clear();
+  std::copy_n(had, num_requests, data<int32_t>(counts));
+  add_width(scores, const_data<bool>(truncated), had, const_data<int32_t>(caps), budget,
+            data<int32_t>(counts));
+  return counts;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> schedule_budget(
+    const Tensor& tokens, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+    const Tensor& caps, const Tensor& deepest, const Tensor& thresholds, int64_t budget, bool width,
+    int64_t max_nodes) {
+  require_int32(tokens, "schedule_budget: tokens", 2);
+  require_int32(parents, "schedule_budget: parents", 2);
+  require_int32(depths, "schedule_budget: depths", 2);
+  require_float32(scores, "schedule_budget: scores", 2);
+  require_int32(caps, "schedule_budget: caps", 1);
+  require_int32(deepest, "schedule_budget: deepest", 1);
+  require_float32(thresholds, "schedule_budget: thresholds", 1);
+  const int64_t num_requests = scores.size(0);
+  const int64_t num_candidates = scores.size(1);
+  const int64_t num_depths = thresholds.size(0);
+  for (const auto& [tensor, what] :
+       {std::pair<const Tensor&, const char*>{tokens, "schedule_budget: tokens"},
+        std::pair<const Tensor&, const char*>{parents, "schedule_budget: parents"},
+        std::pair<const Tensor&, const char*>{depths, "schedule_budget: depths"}}) {
+    require_size(tensor, what, 0, num_requests);
+    require_size(tensor, what, 1, num_candidates);
+  }
+  require(max_nodes >= 0, "schedule_budget: max_nodes must not be negative, got ", max_nodes);
+  require_size(caps, "schedule_budget: caps", 0, num_requests);
+  require_size(deepest, "schedule_budget: deepest", 0, num_requests);
+
+  Tensor num_nodes = new_tensor(scores, {num_requests}, ScalarType::Int);
+  Tensor num_layers = new_tensor(scores, {num_requests}, ScalarType::Int);
+  Tensor truncated = new_mask(scores, num_requests);
+  Tensor gate_counts = new_tensor(scores, {num_depths, 3}, ScalarType::Long);
+  Tensor drafted_scores = new_tensor(scores, {num_requests, num_candidates}, ScalarType::Float);
+  const Rows<float> from(scores);
+  const Rows<float> drafted(drafted_scores);
+  const Rows<int32_t> depth_of(depths);
+  const Requests requests{num_requests, const_data<int32_t>(caps), const_data<int32_t>(deepest),
+                          data<int32_t>(num_layers), data<bool>(truncated)};
+  std::fill_n(requests.num_layers, num_requests, 0);
+
+  // Depth by depth; `last_layer` is the last one that each request would have drafted.
+  std::vector<int32_t> last_layer(num_requests);
+  for (int64_t r = 0; r < num_requests; ++r) last_layer[r] = requests.caps[r] > 0 ? 1 : 0;
+  std::vector<float> best(num_requests);
+  const auto active = std::make_unique<bool[]>(num_requests);
+  const auto deeper = std::make_unique<bool[]>(num_requests);
+  const float* gates = const_data<float>(thresholds);
+  int64_t* counts = data<int64_t>(gate_counts);
+  for (int64_t depth = 0; depth < num_depths; ++depth) {
     for (int64_t r = 0; r < num_requests; ++r) {
-      if (cut_off[r] != of_class) continue;
-      const int64_t end = std::min<int64_t>(cap[r], num_candidates);
-      for (int64_t rank = std::max<int64_t>(had[r], 0); rank < end; ++rank) {
-        const float score = rows[r][rank];
-        if (std::isfinite(score)) open.push_back(rank_key(score, r * num_candidates + rank));
+      active[r] = last_layer[r] == depth + 1;
+      deeper[r] = false;
+      best[r] = -INFINITY;
+      for (int64_t c = 0; active[r] && c < num_candidates; ++c) {
+        if (depth_of[r][c] == depth + 1 && from[r][c] > best[r]) best[r] = from[r][c];
       }
     }
-    keep_best(open, budget);
-    for (const uint64_t key : open) ++count[key_index(key) / num_candidates];
-    budget -= static_cast<int64_t>(open.size());
+    std::optional<float> gate;
+    if (!std::isnan(gates[depth])) gate = gates[depth];
+    grant_one_layer(requests, best.data(), active.get(), depth, gate, budget, deeper.get(),
+                    counts + 3 * depth);
+    budget -= counts[3 * depth + 2];
+    for (int64_t r = 0; r < num_requests; ++r) {
+      // Nobody is drafted for once nothing is left to spend.
+      if (deeper[r] && budget > 0 && depth + 1 < num_depths) ++last_layer[r];
+    }
   }
-  return counts;
+  for (int64_t r = 0; r < num_requests; ++r) {
+    for (int64_t c = 0; c < num_candidates; ++c) {
+      drafted[r][c] = depth_of[r][c] <= last_layer[r] ? from[r][c] : -INFINITY;
+    }
+  }
+  auto [tokens_out, parents_out, depths_out, scores_out] =
+      rank_trees(tokens, parents, depths, drafted_scores, max_nodes);
+  int32_t* nodes = data<int32_t>(num_nodes);
+  std::copy_n(requests.num_layers, num_requests, nodes);
+  if (width) {
+    add_width(scores_out, requests.truncated, requests.num_layers, requests.caps, budget, nodes);
+  }
+  return {tokens_out, parents_out, depths_out, scores_out,
+          num_nodes,  num_layers,  truncated,  gate_counts};
 }
 
 }  // namespace vllm_echo::cpu

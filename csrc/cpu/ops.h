@@ -59,6 +59,11 @@ Tensor expect_gain(const Tensor& best, const Tensor& active, const Tensor& deepe
 Tensor grant_width(const Tensor& scores, const Tensor& truncated, const Tensor& granted,
                    const Tensor& caps, int64_t budget);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> schedule_budget(
+    const Tensor& tokens, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+    const Tensor& caps, const Tensor& deepest, const Tensor& thresholds, int64_t budget, bool width,
+    int64_t max_nodes);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
     const Tensor& tokens, const Tensor& scores, const Tensor& active, const Tensor& own_bits,
     int64_t top_k, std::optional<Tensor> previous_requests, std::optional<Tensor> ancestors);

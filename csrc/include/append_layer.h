@@ -2,8 +2,8 @@
 // Drafted children become candidates: one request's part of a layer.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "host_device.h"
 
@@ -26,7 +26,7 @@ struct ChildrenToAppend {
 
 // Returns the best path score of the layer; -inf when no child may be drafted.
 ECHO_HD float append_children(const ChildrenToAppend& layer) {
-  const float none = -std::numeric_limits<float>::infinity();
+  const float none = -INFINITY;
   float best = none;
   for (int64_t parent = 0; parent < layer.num_parents; ++parent) {
     const float above = layer.parent_scores ? layer.parent_scores[parent] : 0.0f;

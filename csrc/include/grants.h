@@ -2,8 +2,8 @@
 // The elastic scheduler, phase 1: who may go deeper, and who gets the node for it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "host_device.h"
 #include "probability.h"
@@ -11,9 +11,7 @@
 namespace vllm_echo {
 
 // A request takes part while it is active and its layer holds a candidate at all.
-ECHO_HD bool takes_part(bool active, float best) {
-  return active && best > -std::numeric_limits<float>::infinity();
-}
+ECHO_HD bool takes_part(bool active, float best) { return active && best > -INFINITY; }
 
 // What a layer more is expected to be worth to one request, in milliseconds, under goodput.
 struct ExpectedGain {

@@ -126,6 +126,15 @@ def width_arguments() -> dict[str, torch.Tensor]:
     }
 
 
+def budget_arguments() -> dict[str, torch.Tensor]:
+    return {
+        **rank_arguments(),
+        "caps": torch.tensor([3, 3], dtype=torch.int32),
+        "deepest": torch.tensor([2, 2], dtype=torch.int32),
+        "thresholds": torch.tensor([0.2, torch.nan]),
+    }
+
+
 def frontier_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]], dtype=torch.int32),
@@ -197,6 +206,10 @@ def call_width(arguments: dict[str, torch.Tensor]) -> None:
     ops.grant_width(**arguments, budget=2)
 
 
+def call_budget(arguments: dict[str, torch.Tensor]) -> None:
+    ops.schedule_budget(**arguments, budget=3, width=True, max_nodes=3)
+
+
 def call_frontier(arguments: dict[str, torch.Tensor]) -> None:
     ops.next_frontier(**arguments, top_k=2)
 
@@ -220,6 +233,7 @@ OPERATORS = [
     ("grant_layer", call_layer, layer_arguments),
     ("expect_gain", call_gain, gain_arguments),
     ("grant_width", call_width, width_arguments),
+    ("schedule_budget", call_budget, budget_arguments),
     ("next_frontier", call_frontier, frontier_arguments),
     ("read_trees", call_read, read_arguments),
 ]

@@ -16,6 +16,7 @@ from tests.ops.calls import (
     accept_arguments,
     append_arguments,
     attention_arguments,
+    budget_arguments,
     call_attention,
     commit_arguments,
     frontier_arguments,
@@ -209,6 +210,7 @@ def test_grants_pass_opcheck() -> None:
         opcheck(library.grant_layer.default, layer)
     opcheck(library.expect_gain.default, (*gain_arguments().values(), 1, *GAIN.values()))
     opcheck(library.grant_width.default, (*width_arguments().values(), 2))
+    opcheck(library.schedule_budget.default, (*budget_arguments().values(), 3, True, 5))
 
 
 def test_frontier_passes_opcheck() -> None:
