@@ -18,13 +18,20 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "commit_kv(Tensor(a!)[] kv_caches, Tensor block_table, Tensor root_slots, Tensor path_rows, "
       "Tensor path_lens) -> ()");
   m.def(
-      "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
+      "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents, "
+      "int? max_nodes=None) -> "
       "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
   m.def(
-      "accept_greedy(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents) -> "
+      "accept_greedy(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents, "
+      "int? max_nodes=None) -> "
       "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
   m.def(
-      "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes) -> "
+      "accept_sampled(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents, Tensor depths, "
+      "Tensor temperatures, Tensor seeds, Tensor root_positions, int? max_nodes=None) -> "
+      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
+  m.def(
+      "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes, "
+      "int? max_rows=None) -> "
       "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
       "Tensor ancestors)");
   m.def(
@@ -73,6 +80,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("pack_trees", TORCH_BOX(&vllm_echo::cpu::pack_trees));
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
   m.impl("accept_greedy", TORCH_BOX(&vllm_echo::cpu::accept_greedy));
+  m.impl("accept_sampled", TORCH_BOX(&vllm_echo::cpu::accept_sampled));
   m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
   m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
   m.impl("score_children", TORCH_BOX(&vllm_echo::cpu::score_children));

@@ -99,6 +99,7 @@ def accept_paths(
     cu_rows: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
+    max_nodes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk each tree from its root along the target's own tokens.
 
@@ -113,18 +114,24 @@ def accept_paths(
         parents: [T] int32 local row of the parent: -1 for the root, smaller than the own row for
             a node (-1 there detaches it: no walk reaches it). A request that breaks this accepts
             no node.
+        max_nodes: L below; longer paths are cut, which loses nothing but their rest.
 
     Returns:
         out_tokens [R, L + 1] int32: the accepted tokens, then the target's last one, then -1.
         path_rows [R, L] int32: local rows of the accepted nodes, then -1.
         num_accepted [R] int32: nodes accepted.
-        L is the largest number of nodes of a request. A request without rows gives only -1.
+        L is the largest number of nodes of a request, if not given. A request without rows gives
+        only -1.
     """
-    return _call("accept_paths", target_tokens, cu_rows, tokens, parents)
+    return _call("accept_paths", target_tokens, cu_rows, tokens, parents, max_nodes)
 
 
 def accept_greedy(
-    logits: torch.Tensor, cu_rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    max_nodes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``accept_paths`` with the most likely token of every row that a walk visits.
 
@@ -133,13 +140,17 @@ def accept_greedy(
 
     Args:
         logits: [T, V] float32, bfloat16 or float16, V at least 1; V contiguous.
-        cu_rows, tokens, parents: as for ``accept_paths``, and so are the results.
+        cu_rows, tokens, parents, max_nodes: as for ``accept_paths``, and so are the results.
     """
-    return _call("accept_greedy", logits, cu_rows, tokens, parents)
+    return _call("accept_greedy", logits, cu_rows, tokens, parents, max_nodes)
 
 
 def pack_trees(
-    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: torch.Tensor,
+    max_rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Flatten the trees of a step, request by request: the root, then the nodes in order.
 
@@ -148,14 +159,17 @@ def pack_trees(
             them; a parent is -1 (the root) or an earlier node. Entries at or beyond the
             request's ``num_nodes`` are not read.
         num_nodes: [R] int32, 0 to N.
+        max_rows: T below; rows that are left are padding (-1, -1, 0 and no ancestor). A device
+            needs it, as it does not wait for the counts.
 
     Returns:
         cu_rows [R + 1] int32, tokens, parents, depths [T] int32, ancestors [T, W] int64,
-        as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree.
+        as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree, or, with
+        ``max_rows``, a tree of N nodes.
 
     ValueError: a count out of range, or a parent that is not before its node.
     """
-    return _call("pack_trees", tokens, parents, depths, num_nodes)
+    return _call("pack_trees", tokens, parents, depths, num_nodes, max_rows)
 
 
 def rank_trees(

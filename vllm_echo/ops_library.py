@@ -45,10 +45,13 @@ def _fake_accept(
     cu_rows: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
+    max_nodes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    require_cpu(op, (target, cu_rows, tokens, parents))
+    require_cpu(op, (target, cu_rows, tokens, parents, max_nodes))
     num_requests = cu_rows.shape[0] - 1
-    num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree: known at run time
+    num_nodes = max_nodes
+    if num_nodes is None:
+        num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree
     return (
         tokens.new_empty(num_requests, num_nodes + 1),
         tokens.new_empty(num_requests, num_nodes),
@@ -62,11 +65,17 @@ torch.library.register_fake("vllm_echo::accept_greedy")(partial(_fake_accept, "a
 
 @torch.library.register_fake("vllm_echo::pack_trees")
 def _(
-    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, num_nodes: torch.Tensor
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: torch.Tensor,
+    max_rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu("pack_trees", (tokens, parents, depths, num_nodes))
-    context = torch.library.get_ctx()
-    num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
+    require_cpu("pack_trees", (tokens, parents, depths, num_nodes, max_rows))
+    num_rows, num_words = max_rows, (tokens.shape[1] + 64) // 64
+    if num_rows is None:
+        context = torch.library.get_ctx()
+        num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
     return (
         tokens.new_empty(tokens.shape[0] + 1),
         tokens.new_empty(num_rows),

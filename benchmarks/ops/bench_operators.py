@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,20 +89,20 @@ def control(seconds: float) -> list[Line]:
     """Order and counts of ``REQUESTS`` under a budget, the super-tree, and the walk over it."""
     requests = random_candidates(random.Random(0))
     budget = REQUESTS * NODES_EACH
-    columns = [
+    tokens_of, parents_of, depths_of, scores_of = (
         torch.tensor([[node[field] for node in nodes] for nodes in requests], dtype=dtype)
         for field, dtype in enumerate((torch.int32, torch.int32, torch.int32, torch.float32))
-    ]
+    )
     caps = torch.full((REQUESTS,), 8, dtype=torch.int32)
     layers = torch.ones(REQUESTS, dtype=torch.int32)
     truncated = torch.arange(REQUESTS) % 3 == 0
-    best = columns[3].amax(dim=1)
+    best = scores_of.amax(dim=1)
     active = torch.ones_like(truncated)
 
     def schedule() -> tuple[torch.Tensor, ...]:
         fresh = (torch.zeros_like(layers), torch.zeros_like(truncated))
         ops.grant_layer(best, active, caps, caps, *fresh, 0, 0.2, budget)
-        ranked = ops.rank_trees(*columns, 8)
+        ranked = ops.rank_trees(tokens_of, parents_of, depths_of, scores_of, 8)
         counts = ops.grant_width(ranked[3], truncated, layers, caps, budget - REQUESTS)
         return (*ranked[:3], counts)
 
@@ -172,7 +173,7 @@ def reading_logits(seconds: float, dtype: torch.dtype) -> list[Line]:
         visited = num_requests * (1 + accepted)
         trees = (cu_rows, tokens, parents)
         assert int(ops.accept_greedy(logits, *trees)[2].sum()) == num_requests * accepted
-        (us,) = medians_us([lambda args=(logits, *trees): ops.accept_greedy(*args)], seconds)
+        (us,) = medians_us([partial(ops.accept_greedy, logits, *trees)], seconds)
         num_bytes = visited * VOCABULARY * dtype.itemsize
         floor = 1e6 * num_bytes / bandwidth
         case = f"{visited} of {logits.shape[0]} rows, {num_bytes / MIB:.1f} MiB {dtype}"
@@ -202,11 +203,10 @@ def moving_kv(seconds: float) -> list[Line]:
                 for r in range(num_requests)
             ]
         ).unique()
-        flat = [cache.view(-1) for cache in caches]
         us, floor = medians_us(
             [
-                lambda args=(caches, table, roots, rows, lens): ops.commit_kv(*args),
-                lambda flat=flat, at=places: [cache.index_select(0, at) for cache in flat],
+                partial(ops.commit_kv, caches, table, roots, rows, lens),
+                partial(read_places, [cache.view(-1) for cache in caches], places),
             ],
             seconds,
         )
@@ -214,6 +214,11 @@ def moving_kv(seconds: float) -> list[Line]:
         case = f"{num_requests} paths of {length}, {layers} layers, {num_bytes / MIB:.1f} MiB"
         lines.append(Line("commit_kv", case, us, floor, us / floor, MOST_OVER_BYTES))
     return lines
+
+
+def read_places(caches: list[torch.Tensor], places: torch.Tensor) -> None:
+    for cache in caches:
+        cache.index_select(0, places)
 
 
 def line_numbers(

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "ops.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 

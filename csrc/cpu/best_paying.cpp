@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "../include/probability.h"
-#include "checks.h"
 #include "ops.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <string>
 
-#include "checks.h"
+#include "../common/checks.h"
 #include "ops.h"
 
 namespace vllm_echo::cpu {

@@ -2,7 +2,7 @@
 // The floating point types that the kernels take.
 #pragma once
 
-#include "checks.h"
+#include "../common/checks.h"
 #include "simd.h"
 
 namespace vllm_echo {

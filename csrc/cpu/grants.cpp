@@ -6,10 +6,10 @@
 #include <memory>
 #include <vector>
 
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "../include/rank_key.h"
-#include "checks.h"
 #include "ops.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {

@@ -22,15 +22,24 @@ void commit_kv(std::vector<Tensor> kv_caches, const Tensor& block_table, const T
                const Tensor& path_rows, const Tensor& path_lens);
 
 std::tuple<Tensor, Tensor, Tensor> accept_paths(const Tensor& target_tokens, const Tensor& cu_rows,
-                                                const Tensor& tokens, const Tensor& parents);
+                                                const Tensor& tokens, const Tensor& parents,
+                                                std::optional<int64_t> max_nodes);
 
 std::tuple<Tensor, Tensor, Tensor> accept_greedy(const Tensor& logits, const Tensor& cu_rows,
-                                                 const Tensor& tokens, const Tensor& parents);
+                                                 const Tensor& tokens, const Tensor& parents,
+                                                 std::optional<int64_t> max_nodes);
+
+std::tuple<Tensor, Tensor, Tensor> accept_sampled(const Tensor& logits, const Tensor& cu_rows,
+                                                  const Tensor& tokens, const Tensor& parents,
+                                                  const Tensor& depths, const Tensor& temperatures,
+                                                  const Tensor& seeds, const Tensor& root_positions,
+                                                  std::optional<int64_t> max_nodes);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
                                                               const Tensor& parents,
                                                               const Tensor& depths,
-                                                              const Tensor& num_nodes);
+                                                              const Tensor& num_nodes,
+                                                              std::optional<int64_t> max_rows);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, const Tensor& parents,
                                                       const Tensor& depths, const Tensor& scores,

@@ -3,16 +3,17 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "ops.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& tokens,
                                                               const Tensor& parents,
                                                               const Tensor& depths,
-                                                              const Tensor& num_nodes) {
+                                                              const Tensor& num_nodes,
+                                                              std::optional<int64_t> max_rows) {
   require_int32(tokens, "pack_trees: tokens", 2);
   require_int32(parents, "pack_trees: parents", 2);
   require_int32(depths, "pack_trees: depths", 2);
@@ -38,8 +39,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& toke
     starts[r + 1] = starts[r] + 1 + counts[r];
     most = std::max<int64_t>(most, counts[r]);
   }
-  const int64_t num_rows = starts[num_requests];
-  const int64_t num_words = (most + kMaskWordBits) / kMaskWordBits;  // most + 1 bits, rounded up
+  const int64_t used_rows = starts[num_requests];
+  const int64_t num_rows = max_rows.value_or(used_rows);
+  require(used_rows <= num_rows, "pack_trees: max_rows is ", num_rows, ", but the trees have ",
+          used_rows, " rows");
+  const int64_t room = max_rows ? width : most;
+  const int64_t num_words = (room + kMaskWordBits) / kMaskWordBits;  // room + 1 bits, rounded up
   Tensor out_tokens = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor out_parents = new_tensor(tokens, {num_rows}, ScalarType::Int);
   Tensor out_depths = new_tensor(tokens, {num_rows}, ScalarType::Int);
@@ -60,6 +65,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& toke
     require(broken < 0, "pack_trees: parents of request ", r, ": that of node ", broken,
             " is not before it");
   }
+  std::fill(to_tokens + used_rows, to_tokens + num_rows, -1);
+  std::fill(to_parents + used_rows, to_parents + num_rows, -1);
+  std::fill(to_depths + used_rows, to_depths + num_rows, 0);
+  std::fill(to_ancestors + used_rows * num_words, to_ancestors + num_rows * num_words, 0);
   return {cu_rows, out_tokens, out_parents, out_depths, ancestors};
 }
 

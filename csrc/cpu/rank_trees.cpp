@@ -5,9 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "checks.h"
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "ops.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "checks.h"
+#include "../common/checks.h"
+#include "../common/tensors.h"
 #include "ops.h"
 #include "simd.h"
-#include "tensors.h"
 
 namespace vllm_echo::cpu {
 namespace {

@@ -14,9 +14,16 @@ enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 using TileKernel = void (*)(const TreeAttentionParams&, const AttentionTile&, FloatType,
                             float* scratch);
 
+// How a row's logits become the numbers whose largest wins: logit / temperature and noise, see
+// ../include/keyed_noise.h. Temperature 0: the logits themselves.
+struct Draw {
+  float temperature = 0.0f;
+  uint32_t hash = 0;  // hash_draw of the seed and the position
+};
+
 // Index of the largest of `size` values. Of equals the first; a NaN counts as largest, as in
-// torch.argmax. 0 if there are none.
-using ArgmaxKernel = int64_t (*)(const void* row, int64_t size, FloatType);
+// torch.argmax, and is told by -1 - its index. 0 if there are none.
+using ArgmaxKernel = int64_t (*)(const void* row, int64_t size, FloatType, const Draw&);
 
 // log sigmoid(intercept + slope * logit(q)) of `size` log q, each with its own curve.
 using ScoreKernel = void (*)(const float* log_probs, const float* intercepts, const float* slopes,
@@ -46,20 +53,20 @@ ScoreKernel score_kernel(SimdLevel level);
 namespace portable {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType);
+int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
 void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace portable
 #if defined(__x86_64__)
 namespace avx2 {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType);
+int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
 void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace avx2
 namespace avx512 {
 void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
                          float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType);
+int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
 void score_row(const float*, const float*, const float*, int64_t, float*);
 }  // namespace avx512
 #endif

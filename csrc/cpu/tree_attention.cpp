@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "../common/checks.h"
 #include "../include/tree_mask.h"
-#include "checks.h"
 #include "floats.h"
 #include "ops.h"
 #include "simd.h"

@@ -146,9 +146,11 @@ struct Draw {
 
   __device__ float operator()(float logit, int32_t token) const {
     if (temperature == 0.0f) return logit;
-    const float scaled = divide(logit, temperature);
-    return scaled + gumbel_of(uniform_of(hash_token(hash, static_cast<uint32_t>(token))),
-                              [](float x) { return natural_log(x); });
+    const uint32_t bits = hash_token(hash, static_cast<uint32_t>(token));
+    const float high = static_cast<float>(static_cast<int32_t>(bits >> 16));
+    const float low = static_cast<float>(static_cast<int32_t>(bits & 0xFFFFu));
+    const auto log = [](float x) { return natural_log(x); };
+    return divide(logit, temperature) + gumbel_of(uniform_of(high, low), log);
   }
 };
 

@@ -21,10 +21,17 @@ void require(bool condition, const Parts&... parts) {
   throw std::invalid_argument(message.str());  // a ValueError in Python
 }
 
+enum class On { kCpu, kCuda };  // the device that an operator works on
+
 // `what` is "operator: tensor".
-inline void require_tensor(const Tensor& tensor, const char* what, ScalarType dtype,
-                           const char* dtype_name, int64_t num_dims) {
-  require(tensor.is_cpu(), what, " must be on the CPU");
+template <On kOn = On::kCpu>
+void require_tensor(const Tensor& tensor, const char* what, ScalarType dtype,
+                    const char* dtype_name, int64_t num_dims) {
+  if constexpr (kOn == On::kCpu) {
+    require(tensor.is_cpu(), what, " must be on the CPU");
+  } else {
+    require(tensor.is_cuda(), what, " must be on a CUDA device");
+  }
   require(tensor.scalar_type() == dtype, what, " must have dtype ", dtype_name);
   require(tensor.dim() == num_dims, what, " must have ", num_dims, " dimensions, got ",
           tensor.dim());
@@ -32,20 +39,24 @@ inline void require_tensor(const Tensor& tensor, const char* what, ScalarType dt
           " must be contiguous in its last dimension");
 }
 
-inline void require_int32(const Tensor& tensor, const char* what, int64_t num_dims) {
-  require_tensor(tensor, what, ScalarType::Int, "int32", num_dims);
+template <On kOn = On::kCpu>
+void require_int32(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor<kOn>(tensor, what, ScalarType::Int, "int32", num_dims);
 }
 
-inline void require_int64(const Tensor& tensor, const char* what, int64_t num_dims) {
-  require_tensor(tensor, what, ScalarType::Long, "int64", num_dims);
+template <On kOn = On::kCpu>
+void require_int64(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor<kOn>(tensor, what, ScalarType::Long, "int64", num_dims);
 }
 
-inline void require_float32(const Tensor& tensor, const char* what, int64_t num_dims) {
-  require_tensor(tensor, what, ScalarType::Float, "float32", num_dims);
+template <On kOn = On::kCpu>
+void require_float32(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor<kOn>(tensor, what, ScalarType::Float, "float32", num_dims);
 }
 
-inline void require_bool(const Tensor& tensor, const char* what, int64_t num_dims) {
-  require_tensor(tensor, what, ScalarType::Bool, "bool", num_dims);
+template <On kOn = On::kCpu>
+void require_bool(const Tensor& tensor, const char* what, int64_t num_dims) {
+  require_tensor<kOn>(tensor, what, ScalarType::Bool, "bool", num_dims);
 }
 
 inline void require_size(const Tensor& tensor, const char* what, int64_t dim, int64_t size) {
