@@ -39,6 +39,10 @@ def _(*arguments: object) -> None:
     require_cpu("commit_kv", arguments)
 
 
+def _known_or_dynamic(size: int | None) -> int | torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size() if size is None else size
+
+
 def _fake_accept(
     op: str,
     target: torch.Tensor,
@@ -49,9 +53,7 @@ def _fake_accept(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     require_cpu(op, (target, cu_rows, tokens, parents, max_nodes))
     num_requests = cu_rows.shape[0] - 1
-    num_nodes = max_nodes
-    if num_nodes is None:
-        num_nodes = torch.library.get_ctx().new_dynamic_size()  # the largest tree
+    num_nodes = _known_or_dynamic(max_nodes)  # the largest tree
     return (
         tokens.new_empty(num_requests, num_nodes + 1),
         tokens.new_empty(num_requests, num_nodes),
@@ -72,10 +74,8 @@ def _(
     max_rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     require_cpu("pack_trees", (tokens, parents, depths, num_nodes, max_rows))
-    num_rows, num_words = max_rows, (tokens.shape[1] + 64) // 64
-    if num_rows is None:
-        context = torch.library.get_ctx()
-        num_rows, num_words = context.new_dynamic_size(), context.new_dynamic_size()
+    num_rows = _known_or_dynamic(max_rows)
+    num_words = _known_or_dynamic(None if max_rows is None else (tokens.shape[1] + 64) // 64)
     return (
         tokens.new_empty(tokens.shape[0] + 1),
         tokens.new_empty(num_rows),

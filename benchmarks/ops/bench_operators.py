@@ -110,7 +110,7 @@ def control(seconds: float) -> list[Line]:
     assert int(trees[3].sum()) == budget
 
     def pack() -> tuple[torch.Tensor, ...]:
-        return ops.pack_trees(*trees)
+        return ops.pack_trees(trees[0], trees[1], trees[2], trees[3])
 
     cu_rows, tokens, parents, _, _ = pack()
     targets = tokens.roll(-1).clamp(min=0).long()
