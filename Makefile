@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two commands matter: `make serve` and `make test`. Both set up what they need.
 
+PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 PYTEST_ARGS ?=
@@ -11,7 +12,7 @@ TRACE ?=
 SIMULATE_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help serve test bench bench-quick bench-ops simulate lint format build demo install install-dev doctor clean distclean
+.PHONY: help serve test bench bench-quick bench-ops gpu-check simulate lint format build demo install install-dev doctor clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | expand -t 14
@@ -31,6 +32,10 @@ bench-quick: install ## the main table in under ten minutes (EVAL_DATA, BENCH_AR
 
 bench-ops: install ## the operators against their floors, minutes (BENCH_ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ops.bench_operators $(BENCH_ARGS)
+
+gpu-check: ## build for CUDA and check the operators on a GPU, minutes, without vLLM (PYTHON, BENCH_ARGS)
+	ECHO_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m benchmarks.ops.gpu_check $(BENCH_ARGS)
 
 simulate: install ## replay draft traces under GPU cost curves (TRACE, SIMULATE_ARGS; docs/simulation.md)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.simulate --trace $(TRACE) $(SIMULATE_ARGS)

@@ -7,33 +7,22 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
+#include "common/schemas.h"
 #include "cpu/ops.h"
+
+namespace schemas = vllm_echo::schemas;
 
 STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(
       "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
       "Tensor cu_rows, "
       "Tensor context_lens, Tensor mask, float scale, float softcap, Tensor(a!) out) -> ()");
-  m.def(
-      "commit_kv(Tensor(a!)[] kv_caches, Tensor block_table, Tensor root_slots, Tensor path_rows, "
-      "Tensor path_lens) -> ()");
-  m.def(
-      "accept_paths(Tensor target_tokens, Tensor cu_rows, Tensor tokens, Tensor parents, "
-      "int? max_nodes=None) -> "
-      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
-  m.def(
-      "accept_greedy(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents, "
-      "int? max_nodes=None) -> "
-      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
-  m.def(
-      "accept_sampled(Tensor logits, Tensor cu_rows, Tensor tokens, Tensor parents, Tensor depths, "
-      "Tensor temperatures, Tensor seeds, Tensor root_positions, int? max_nodes=None) -> "
-      "(Tensor out_tokens, Tensor path_rows, Tensor num_accepted)");
-  m.def(
-      "pack_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor num_nodes, "
-      "int? max_rows=None) -> "
-      "(Tensor cu_rows, Tensor out_tokens, Tensor out_parents, Tensor out_depths, "
-      "Tensor ancestors)");
+  m.def(schemas::kCommitKv);
+  m.def(schemas::kTreePartAttention);
+  m.def(schemas::kAcceptPaths);
+  m.def(schemas::kAcceptGreedy);
+  m.def(schemas::kAcceptSampled);
+  m.def(schemas::kPackTrees);
   m.def(
       "rank_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, int max_nodes) -> "
       "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores)");
@@ -58,11 +47,7 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(
       "grant_width(Tensor scores, Tensor truncated, Tensor granted, Tensor caps, int budget) -> "
       "Tensor counts");
-  m.def(
-      "schedule_budget(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, Tensor caps, "
-      "Tensor deepest, Tensor thresholds, int budget, bool width, int max_nodes) -> "
-      "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores, "
-      "Tensor num_nodes, Tensor num_layers, Tensor truncated, Tensor gate_counts)");
+  m.def(schemas::kScheduleBudget);
   m.def(
       "next_frontier(Tensor tokens, Tensor scores, Tensor active, Tensor own_bits, int top_k, "
       "Tensor? previous_requests, Tensor? ancestors) -> (Tensor requests, Tensor out_tokens, "

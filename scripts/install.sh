@@ -192,7 +192,8 @@ if ! compgen -G "vllm_echo/_C*.so" > /dev/null; then
   rm -f "$stamps/build"
 fi
 step build "building the operators in csrc/" \
-  "$(hash_of csrc setup.py pyproject.toml "$version" "torch $(installed_version torch)" "in $root")" \
+  "$(hash_of csrc setup.py pyproject.toml "$version" "torch $(installed_version torch)" "in $root" \
+    "cuda ${ECHO_BUILD_CUDA:-0}")" \
   build_operators
 patched=$("$venv/bin/vllm-echo" patch apply --if-needed)
 say "$patched"

@@ -12,17 +12,23 @@ Words used below:
   [head_size, block_size] (dim-major) and then the values as [block_size, head_size], for all
   dtypes alike. The isa ``amx`` packs differently and is not supported.
 
-Every operator checks all its arguments before it writes anything: a wrong dtype, shape or value
-(a block number outside the cache, say) raises ValueError, a wrong device TypeError; the message
-names the tensor. Nothing is ever read or written out of bounds. The checks are in C++, where they
-cost little even at one call a layer, and hold for direct calls of ``torch.ops.vllm_echo`` too.
+Every operator checks its arguments before it writes anything: a wrong dtype, shape or value (a
+block number outside the cache, say) raises ValueError, a wrong device TypeError; the message names
+the tensor. Nothing is ever read or written out of bounds. The checks are in C++, where they cost
+little even at one call a layer, and hold for direct calls of ``torch.ops.vllm_echo`` too.
+
+``CUDA_OPERATORS`` run on a CUDA device, too, where the build has its kernels (``build_info``).
+Nothing there waits for the device, so that all may be captured in a graph: sizes that depend on
+values must be given (``max_rows``, ``max_nodes``), and values cannot be refused. A malformed one
+leads to an empty acceptance, a detached node or a move that is left out, of that request alone.
 """
 
 from typing import Any
 
 import torch
 
-from vllm_echo.ops_library import require_cpu
+from vllm_echo.ops_library import CUDA_OPERATORS as CUDA_OPERATORS
+from vllm_echo.ops_library import require_devices
 
 
 def tree_attention(
@@ -80,8 +86,10 @@ def commit_kv(
     bit by bit to slot root_slots[r] + k. Rows that are in place already cost nothing.
 
     Args:
-        kv_caches: raw caches, one a layer, [num_blocks, Hkv, block_size, 2 * D] in the layout
-            above; any dtype of 2 or 4 bytes; a block's interior contiguous.
+        kv_caches: one a layer. On a CPU raw caches, [num_blocks, Hkv, block_size, 2 * D] in the
+            layout above; any dtype of 2 or 4 bytes; a block's interior contiguous. On a CUDA
+            device [2, num_blocks, block_size, Hkv, D], keys and values, any dtype; all of one
+            shape and with the same strides, D contiguous; 160 layers at most.
         block_table: [R, max_blocks] int32 physical blocks.
         root_slots: [R] int32 slots of the roots.
         path_rows: [R, P] int32 local rows, strictly increasing, each >= its depth k (which makes
@@ -92,6 +100,36 @@ def commit_kv(
         ValueError: a path does not increase, or leads outside the cache (nothing is moved then).
     """
     _call("commit_kv", kv_caches, block_table, root_slots, path_rows, path_lens)
+
+
+def tree_part_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_rows: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of tree rows among themselves, to be merged with that over their context. On a
+    CUDA device only: on a CPU ``tree_attention`` does both at once.
+
+    A row attends to the rows of its request that its ancestor bits name. Softmax and sums are in
+    float32. A row that sees none, or belongs to no request, gives zeros and -inf.
+
+    Args:
+        query: [T, H, D] float32, bfloat16 or float16, D contiguous: 64, 96, 128 or 256.
+        key, value: [T, Hkv, D] of the query's dtype, the step's own; H % Hkv == 0.
+        cu_rows: [R + 1] int32, as ``pack_trees`` makes it.
+        ancestors: [T, W] int64, likewise; bits beyond the rows of a request are not looked at.
+        scale: multiplies the scores.
+        softcap: c > 0 turns a score s into c * tanh(s / c); 0 is off.
+
+    Returns:
+        out [T, H, D] like query; lse [H, T] float32, natural log of the sum of exp(score), as
+        vLLM's merge_attn_states takes it.
+    """
+    return _call("tree_part_attention", query, key, value, cu_rows, ancestors, scale, softcap)
 
 
 def accept_paths(
@@ -135,14 +173,44 @@ def accept_greedy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``accept_paths`` with the most likely token of every row that a walk visits.
 
-    Ties go to the lowest token, and a NaN counts as largest, as in ``torch.argmax``. Rows that no
-    walk visits are not read.
+    Ties go to the lowest token, and a NaN counts as largest, as in ``torch.argmax``; a walk ends at
+    a row that has one. Rows that no walk visits are not read.
 
     Args:
         logits: [T, V] float32, bfloat16 or float16, V at least 1; V contiguous.
         cu_rows, tokens, parents, max_nodes: as for ``accept_paths``, and so are the results.
     """
     return _call("accept_greedy", logits, cu_rows, tokens, parents, max_nodes)
+
+
+def accept_sampled(
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    root_positions: torch.Tensor,
+    max_nodes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``accept_paths`` with a token drawn at every row that a walk visits.
+
+    The draw is Gumbel-max: the largest logit / temperature + noise, the noise a function of the
+    request's seed, the row's position (its root's plus its depth) and the token alone, as vLLM's
+    Model Runner V2 has it. So the tokens are those of plain decoding with the same seed. Ties and
+    NaN as in ``accept_greedy``.
+
+    Args:
+        logits, cu_rows, tokens, parents, max_nodes: as for ``accept_greedy``.
+        depths: [T] int32.
+        temperatures: [R] float32; 0 is greedy.
+        seeds: [R] int64.
+        root_positions: [R] int64; the low 32 bits of a position count.
+    """
+    trees = (cu_rows, tokens, parents, depths)
+    draws = (temperatures, seeds, root_positions)
+    return _call("accept_sampled", logits, *trees, *draws, max_nodes)
 
 
 def pack_trees(
@@ -476,7 +544,8 @@ def read_trees(
 
 
 def build_info() -> dict[str, str]:
-    """``simd``: what runs, portable, avx2 or avx512; ``torch``, ``compiler``: what built it."""
+    """``simd``: what runs, portable, avx2 or avx512; ``torch``, ``compiler``: what built it;
+    ``cuda``: architectures that there are kernels for, or "none"."""
     return dict(item.split("=", 1) for item in torch.ops.vllm_echo.build_info().split(";"))
 
 
@@ -493,7 +562,7 @@ def _call(op: str, *arguments: object) -> Any:
         return getattr(torch.ops.vllm_echo, op)(*arguments)
     except NotImplementedError as error:  # the dispatcher found no kernel: name the tensor
         try:
-            require_cpu(op, arguments)
+            require_devices(op, arguments)
         except TypeError as refusal:
             raise refusal from error
         raise

@@ -2,6 +2,7 @@
 """Loads the compiled operators, and tells torch.compile about them; ``ops`` is how to call them."""
 
 import importlib
+import logging
 from functools import partial
 
 import torch
@@ -16,27 +17,75 @@ except ImportError as error:
     ) from error
 
 
-def require_cpu(op: str, arguments: tuple[object, ...]) -> None:
-    """TypeError, naming the tensor, unless all tensors among ``arguments`` are on the CPU."""
+CUDA_OPERATORS = frozenset(
+    {
+        "pack_trees",
+        "accept_paths",
+        "accept_greedy",
+        "accept_sampled",
+        "commit_kv",
+        "schedule_budget",
+        "tree_part_attention",
+    }
+)
+"""Operators that have a CUDA implementation; all but the last have one for the CPU, too."""
+
+HAS_CUDA = "cuda=none" not in torch.ops.vllm_echo.build_info()
+
+if torch.version.cuda is not None and torch.cuda.is_available() and not HAS_CUDA:
+    logging.getLogger(__name__).warning(
+        "vllm_echo's operators were built without CUDA: they run on the CPU only, though this "
+        "machine has a CUDA device. Build them with ECHO_BUILD_CUDA=1 in the environment, "
+        "`pip install -e . --no-deps --no-build-isolation` in the source tree."
+    )
+
+
+def require_devices(op: str, arguments: tuple[object, ...]) -> None:
+    """TypeError, naming the tensor, unless all tensors among ``arguments`` are on one device that
+    ``op`` runs on."""
     schema = getattr(torch.ops.vllm_echo, op).default._schema
-    for argument, value in zip(schema.arguments, arguments, strict=True):
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, torch.Tensor) and not item.is_cpu:
-                raise TypeError(f"{op}: {argument.name} must be on the CPU, got {item.device}")
+    named = [
+        (argument.name, item)
+        for argument, value in zip(schema.arguments, arguments, strict=True)
+        for item in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(item, torch.Tensor)
+    ]
+    on_cuda = op in CUDA_OPERATORS and HAS_CUDA and any(item.is_cuda for _, item in named)
+    if op == "tree_part_attention" and not on_cuda:
+        raise TypeError(
+            f"{op}: query must be on a CUDA device, got {named[0][1].device}, and this build must "
+            f"have CUDA operators (it has {'some' if HAS_CUDA else 'none'}); on a CPU use "
+            "tree_attention"
+        )
+    for name, item in named:
+        if on_cuda and not item.is_cuda:
+            raise TypeError(f"{op}: {name} must be on the CUDA device, got {item.device}")
+        if not on_cuda and not item.is_cpu:
+            raise TypeError(
+                f"{op}: {name} must be on the CPU, got {item.device}"
+                + ("" if HAS_CUDA else "; this build has no CUDA operators")
+            )
 
 
-# Fake kernels: shapes for torch.compile and opcheck. Fake tensors keep their device, the CPU, but
-# a real meta tensor is refused: one among CPU tensors would make the call do nothing.
+# Fake kernels: shapes for torch.compile and opcheck. Fake tensors keep their device, but a real
+# meta tensor is refused: one among CPU tensors would make the call do nothing.
 
 
 @torch.library.register_fake("vllm_echo::tree_attention")
 def _(*arguments: object) -> None:
-    require_cpu("tree_attention", arguments)
+    require_devices("tree_attention", arguments)
 
 
 @torch.library.register_fake("vllm_echo::commit_kv")
 def _(*arguments: object) -> None:
-    require_cpu("commit_kv", arguments)
+    require_devices("commit_kv", arguments)
+
+
+@torch.library.register_fake("vllm_echo::tree_part_attention")
+def _(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    require_devices("tree_part_attention", (query, *others))
+    num_rows, num_heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty(num_heads, num_rows, dtype=torch.float32)
 
 
 def _known_or_dynamic(size: int | None) -> int | torch.SymInt:
@@ -51,7 +100,7 @@ def _fake_accept(
     parents: torch.Tensor,
     max_nodes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    require_cpu(op, (target, cu_rows, tokens, parents, max_nodes))
+    require_devices(op, (target, cu_rows, tokens, parents, max_nodes))
     num_requests = cu_rows.shape[0] - 1
     num_nodes = _known_or_dynamic(max_nodes)  # the largest tree
     return (
@@ -65,6 +114,23 @@ torch.library.register_fake("vllm_echo::accept_paths")(partial(_fake_accept, "ac
 torch.library.register_fake("vllm_echo::accept_greedy")(partial(_fake_accept, "accept_greedy"))
 
 
+@torch.library.register_fake("vllm_echo::accept_sampled")
+def _(
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    root_positions: torch.Tensor,
+    max_nodes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draws = (depths, temperatures, seeds, root_positions)
+    require_devices("accept_sampled", (logits, cu_rows, tokens, parents, *draws, max_nodes))
+    return _fake_accept("accept_greedy", logits, cu_rows, tokens, parents, max_nodes)
+
+
 @torch.library.register_fake("vllm_echo::pack_trees")
 def _(
     tokens: torch.Tensor,
@@ -73,7 +139,7 @@ def _(
     num_nodes: torch.Tensor,
     max_rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu("pack_trees", (tokens, parents, depths, num_nodes, max_rows))
+    require_devices("pack_trees", (tokens, parents, depths, num_nodes, max_rows))
     num_rows = _known_or_dynamic(max_rows)
     num_words = _known_or_dynamic(None if max_rows is None else (tokens.shape[1] + 64) // 64)
     return (
@@ -93,20 +159,20 @@ def _(
     scores: torch.Tensor,
     max_nodes: int,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu("rank_trees", (tokens, parents, depths, scores, max_nodes))
+    require_devices("rank_trees", (tokens, parents, depths, scores, max_nodes))
     shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
     return (*(tokens.new_empty(shape) for _ in range(3)), scores.new_empty(shape))
 
 
 @torch.library.register_fake("vllm_echo::best_paying")
 def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor:
-    require_cpu("best_paying", (scores, caps, *others))
+    require_devices("best_paying", (scores, caps, *others))
     return caps.new_empty(caps.shape[0])
 
 
 @torch.library.register_fake("vllm_echo::score_children")
 def _(log_probs: torch.Tensor, *others: object) -> torch.Tensor:
-    require_cpu("score_children", (log_probs, *others))
+    require_devices("score_children", (log_probs, *others))
     return torch.empty_like(log_probs)
 
 
@@ -114,7 +180,7 @@ def _(log_probs: torch.Tensor, *others: object) -> torch.Tensor:
 def _(
     tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, *others: object
 ) -> torch.Tensor:
-    require_cpu("append_layer", (tokens, parents, scores, *others))
+    require_devices("append_layer", (tokens, parents, scores, *others))
     return scores.new_empty(scores.shape[0])
 
 
@@ -122,13 +188,13 @@ def _(
 def _(
     best: torch.Tensor, active: torch.Tensor, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    require_cpu("grant_layer", (best, active, *others))
+    require_devices("grant_layer", (best, active, *others))
     return active.new_empty(active.shape), active.new_empty(3, dtype=torch.int64)
 
 
 @torch.library.register_fake("vllm_echo::expect_gain")
 def _(best: torch.Tensor, active: torch.Tensor, *others: object) -> torch.Tensor:
-    require_cpu("expect_gain", (best, active, *others))
+    require_devices("expect_gain", (best, active, *others))
     return active.new_empty(active.shape)
 
 
@@ -136,7 +202,7 @@ def _(best: torch.Tensor, active: torch.Tensor, *others: object) -> torch.Tensor
 def _(
     scores: torch.Tensor, truncated: torch.Tensor, granted: torch.Tensor, *others: object
 ) -> torch.Tensor:
-    require_cpu("grant_width", (scores, truncated, granted, *others))
+    require_devices("grant_width", (scores, truncated, granted, *others))
     return granted.new_empty(granted.shape)
 
 
@@ -153,7 +219,7 @@ def _(
     width: bool,
     max_nodes: int,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu(
+    require_devices(
         "schedule_budget",
         (tokens, parents, depths, scores, caps, deepest, thresholds, budget, width, max_nodes),
     )
@@ -177,7 +243,7 @@ def _(
     own_bits: torch.Tensor,
     *others: object,
 ) -> tuple[torch.Tensor, ...]:
-    require_cpu("next_frontier", (tokens, scores, active, own_bits, *others))
+    require_devices("next_frontier", (tokens, scores, active, own_bits, *others))
     shape = torch.library.get_ctx().new_dynamic_size(), own_bits.shape[0]
     return (
         own_bits.new_empty(shape[0]),
@@ -191,6 +257,6 @@ def _(
 
 @torch.library.register_fake("vllm_echo::read_trees")
 def _(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    require_cpu("read_trees", arguments)
+    require_devices("read_trees", arguments)
     scheduled = arguments[5]
     return scheduled.new_empty(scheduled.shape), scheduled.new_empty(scheduled.shape)

@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> read_trees(const Tensor& tokens, const Tensor& parent
                                       const Tensor& slots, const Tensor& scheduled,
                                       const Tensor& num_scheduled);
 
-// "simd=<level>;torch=<version built against>;compiler=<version>"
+// "simd=<level>;torch=<version built against>;compiler=<version>;cuda=<architectures, or none>"
 std::string build_info();
 
 void set_simd_level(std::string name);

@@ -47,6 +47,16 @@ def greedy_arguments() -> dict[str, torch.Tensor]:
     return {"logits": torch.eye(3, 40), **trees}
 
 
+def sampled_arguments() -> dict[str, torch.Tensor]:
+    return {
+        **greedy_arguments(),
+        "depths": torch.tensor([0, 1, 0], dtype=torch.int32),
+        "temperatures": torch.tensor([0.7, 0.0]),
+        "seeds": torch.tensor([5, 6]),
+        "root_positions": torch.tensor([10, 20]),
+    }
+
+
 def pack_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6], [7, 0]], dtype=torch.int32),
@@ -174,6 +184,10 @@ def call_greedy(arguments: dict[str, torch.Tensor]) -> None:
     ops.accept_greedy(**arguments)
 
 
+def call_sampled(arguments: dict[str, torch.Tensor]) -> None:
+    ops.accept_sampled(**arguments)
+
+
 def call_pack(arguments: dict[str, torch.Tensor]) -> None:
     ops.pack_trees(**arguments)
 
@@ -225,6 +239,7 @@ OPERATORS = [
     ("commit_kv", call_commit, commit_arguments),
     ("accept_paths", call_accept, accept_arguments),
     ("accept_greedy", call_greedy, greedy_arguments),
+    ("accept_sampled", call_sampled, sampled_arguments),
     ("pack_trees", call_pack, pack_arguments),
     ("rank_trees", call_rank, rank_arguments),
     ("best_paying", call_paying, paying_arguments),

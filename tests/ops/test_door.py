@@ -27,6 +27,7 @@ from tests.ops.calls import (
     paying_arguments,
     rank_arguments,
     read_arguments,
+    sampled_arguments,
     score_arguments,
     width_arguments,
 )
@@ -166,17 +167,26 @@ def test_commit_passes_opcheck() -> None:
 
 def test_accept_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.accept_paths.default
-    opcheck(op, tuple(accept_arguments().values()))
+    for max_nodes in (None, 0, 3):
+        opcheck(op, (*accept_arguments().values(), max_nodes))
 
 
 def test_greedy_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.accept_greedy.default
-    opcheck(op, tuple(greedy_arguments().values()))
+    for max_nodes in (None, 0, 3):
+        opcheck(op, (*greedy_arguments().values(), max_nodes))
+
+
+def test_sampled_passes_opcheck() -> None:
+    op = torch.ops.vllm_echo.accept_sampled.default
+    for max_nodes in (None, 1, 4):
+        opcheck(op, (*sampled_arguments().values(), max_nodes))
 
 
 def test_pack_passes_opcheck() -> None:
     op = torch.ops.vllm_echo.pack_trees.default
-    opcheck(op, tuple(pack_arguments().values()))
+    for max_rows in (None, 5, 9):
+        opcheck(op, (*pack_arguments().values(), max_rows))
 
 
 def test_rank_passes_opcheck() -> None:
