@@ -5,6 +5,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 SERVE_ARGS ?=
 EVAL_DATA ?=
 BENCH_ARGS ?=
@@ -12,7 +13,7 @@ TRACE ?=
 SIMULATE_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help serve test bench bench-quick bench-ops gpu-check simulate lint format build demo install install-dev doctor clean distclean
+.PHONY: help serve test bench bench-quick bench-ops fuzz sanitize gpu-check simulate lint format build demo install install-dev doctor clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | expand -t 14
@@ -32,6 +33,15 @@ bench-quick: install ## the main table in under ten minutes (EVAL_DATA, BENCH_AR
 
 bench-ops: install ## the operators against their floors, minutes (BENCH_ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ops.bench_operators $(BENCH_ARGS)
+
+fuzz: ## malformed trees under the sanitizers (FUZZ_SECONDS)
+	@mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined \
+		-fno-sanitize-recover=all csrc/fuzz/fuzz_trees.cpp -o build/fuzz_trees
+	build/fuzz_trees $(FUZZ_SECONDS) $$(date +%s)
+
+sanitize: install-dev ## the operator tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/sanitize.sh $(PYTEST_ARGS)
 
 gpu-check: ## build for CUDA and check the operators on a GPU, minutes, without vLLM (PYTHON, BENCH_ARGS)
 	ECHO_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every operator of vllm-echo: its schema, and what implements it. Contracts are documented in
-// vllm_echo/ops.py.
+// vllm_echo/ops/.
 //
 // Only PyTorch's stable ABI is used, so one build serves every PyTorch from the version in setup.py
 // on.

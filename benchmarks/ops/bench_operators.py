@@ -94,45 +94,48 @@ def control(seconds: float) -> list[Line]:
         for field, dtype in enumerate((torch.int32, torch.int32, torch.int32, torch.float32))
     )
     caps = torch.full((REQUESTS,), 8, dtype=torch.int32)
-    layers = torch.ones(REQUESTS, dtype=torch.int32)
-    truncated = torch.arange(REQUESTS) % 3 == 0
-    best = scores_of.amax(dim=1)
-    active = torch.ones_like(truncated)
+    thresholds = torch.tensor([0.2, torch.nan, 0.1, torch.nan, 0.05, torch.nan])
+    limits = (caps, caps, thresholds, budget, True, 8)
 
     def schedule() -> tuple[torch.Tensor, ...]:
-        fresh = (torch.zeros_like(layers), torch.zeros_like(truncated))
-        ops.grant_layer(best, active, caps, caps, *fresh, 0, 0.2, budget)
-        ranked = ops.rank_trees(tokens_of, parents_of, depths_of, scores_of, 8)
-        counts = ops.grant_width(ranked[3], truncated, layers, caps, budget - REQUESTS)
-        return (*ranked[:3], counts)
+        return ops.schedule_budget(tokens_of, parents_of, depths_of, scores_of, *limits)
 
-    trees = schedule()
-    assert int(trees[3].sum()) == budget
+    tokens, parents, depths, _, num_nodes, num_layers, truncated, _ = schedule()
+    assert int(num_nodes.sum()) == budget and truncated.any()
 
     def pack() -> tuple[torch.Tensor, ...]:
-        return ops.pack_trees(trees[0], trees[1], trees[2], trees[3])
+        return ops.pack_trees(tokens, parents, depths, num_nodes)
 
-    cu_rows, tokens, parents, _, _ = pack()
-    targets = tokens.roll(-1).clamp(min=0).long()
+    cu_rows, row_tokens, row_parents, _, _ = pack()
+    targets = row_tokens.roll(-1).clamp(min=0).long()
 
     def walk() -> tuple[torch.Tensor, ...]:
-        return ops.accept_paths(targets, cu_rows, tokens, parents)
+        return ops.accept_paths(targets, cu_rows, row_tokens, row_parents)
 
     assert int(walk()[2].sum()) > REQUESTS / 2
 
     def obvious() -> None:
         scores = [[node.score for node in nodes] for nodes in requests]
-        confidence = [max(row) for row in scores]
-        reference_schedule.grant_layer(confidence, [True] * REQUESTS, REQUESTS)
+        for depth in range(len(thresholds)):
+            confidence = [
+                max((node.score for node in nodes if node.depth == depth + 1), default=-1e9)
+                for nodes in requests
+            ]
+            wants = [layers > depth for layers in num_layers.tolist()]
+            reference_schedule.grant_layer(confidence, wants, sum(wants))
         counts = reference_schedule.grant_width(
-            scores, truncated.tolist(), layers.tolist(), caps.tolist(), budget - REQUESTS
+            scores,
+            truncated.tolist(),
+            num_layers.tolist(),
+            caps.tolist(),
+            budget - int(num_layers.sum()),
         )
         best_nodes = [
             reference_schedule.take_best(nodes, count)
             for nodes, count in zip(requests, counts, strict=True)
         ]
         reference_pack.pack_trees(best_nodes)
-        reference_accept.accept_paths(targets, cu_rows, tokens, parents)
+        reference_accept.accept_paths(targets, cu_rows, row_tokens, row_parents)
 
     def all_three() -> None:
         schedule(), pack(), walk()
@@ -143,7 +146,7 @@ def control(seconds: float) -> list[Line]:
     lines = [
         Line(name, case, us, CONTROL_US, us / CONTROL_US, 1.0)
         for name, us in zip(
-            ("schedule", "pack_trees", "accept_paths", "all three"), parts, strict=True
+            ("schedule_budget", "pack_trees", "accept_paths", "all three"), parts, strict=True
         )
     ]
     slower = reference / parts[3]

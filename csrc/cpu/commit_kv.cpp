@@ -29,8 +29,8 @@ struct LayerCache {
 LayerCache layer_cache(const Tensor& cache, const char* what) {
   require(cache.is_cpu(), what, " must be on the CPU");
   require(cache.dim() == 4, what, " must have 4 dimensions, got ", cache.dim());
-  require(cache.element_size() == 2 || cache.element_size() == 4, what,
-          " must have elements of 2 or 4 bytes, got ", cache.element_size());
+  require(cache.element_size() == 1 || cache.element_size() == 2 || cache.element_size() == 4, what,
+          " must have elements of 1, 2 or 4 bytes, got ", cache.element_size());
   const int64_t block_size = cache.size(2);
   const int64_t width = cache.size(3);
   require(block_size > 0 && width > 0 && width % 2 == 0, what,
@@ -107,7 +107,9 @@ void run_job(const CommitBatch& batch, int64_t job, size_t element_size) {
   if (kv_head >= layer.num_kv_heads) return;
   CommitPath path = batch.paths[path_index];
   path.blocks.block_size = layer.block_size;
-  if (element_size == 2) {
+  if (element_size == 1) {
+    commit_head<uint8_t>(layer, path, kv_head);
+  } else if (element_size == 2) {
     commit_head<uint16_t>(layer, path, kv_head);
   } else {
     commit_head<uint32_t>(layer, path, kv_head);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU operators that bindings.cpp registers; their contracts are documented in
-// vllm_echo/ops.py.
+// vllm_echo/ops/.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

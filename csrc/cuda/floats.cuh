@@ -34,6 +34,19 @@ __device__ Vector<T> load_vector(const T* from) {
   return {__ldg(reinterpret_cast<const uint4*>(from))};
 }
 
+// The numbers that a lane holds, loaded and stored in as few pieces as their size allows.
+constexpr int lanes_alignment(int num_bytes) {
+  const int lowest = num_bytes & -num_bytes;
+  return lowest < 16 ? lowest : 16;
+}
+
+template <typename T, int kCount>
+struct alignas(lanes_alignment(kCount * sizeof(T))) Lanes {
+  T values[kCount];
+
+  __device__ float get(int i) const { return to_float(values[i]); }
+};
+
 // Triton's float32 division and logarithm: within 2 ulp, and not those of the C library.
 __device__ inline float divide(float x, float y) {
 #if defined(ECHO_CUDA_ON_CPU)

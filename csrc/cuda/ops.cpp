@@ -290,6 +290,15 @@ std::tuple<Tensor, Tensor> tree_part_attention_op(const Tensor& query, const Ten
     require_size(tensor, what, 1, num_kv_heads);
     require_size(tensor, what, 2, head_dim);
   }
+  for (const auto& [tensor, what] :
+       {std::pair<const Tensor&, const char*>{query, "tree_part_attention: query"},
+        std::pair<const Tensor&, const char*>{key, "tree_part_attention: key"},
+        std::pair<const Tensor&, const char*>{value, "tree_part_attention: value"}}) {
+    const int64_t bytes = tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) |
+                          tensor.stride(1) * static_cast<int64_t>(tensor.element_size()) |
+                          reinterpret_cast<int64_t>(tensor.data_ptr());
+    require(bytes % 16 == 0, what, " must have rows and heads that begin at multiples of 16 bytes");
+  }
   require_size(ancestors, "tree_part_attention: ancestors", 0, num_rows);
   require(cu_rows.size(0) >= 1,
           "tree_part_attention: cu_rows must have one entry more than there are requests");

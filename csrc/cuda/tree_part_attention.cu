@@ -56,19 +56,21 @@ __device__ int64_t request_of(const TreePart& p, int64_t row) {
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
   constexpr int kEach = kHeadDim / kWarp;
+  using Own = Lanes<T, kEach>;
   const int64_t index = int64_t{blockIdx.x} * kWarps + warp();
   if (index >= p.num_rows * p.num_heads) return;
   const int64_t row = index / p.num_heads;
   const int64_t head = index % p.num_heads;
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
-  T* out = static_cast<T*>(p.out) + index * kHeadDim + lane() * kEach;
+  T* out = static_cast<T*>(p.out) + index * kHeadDim;
 
   float query[kEach];
   float sum[kEach];
   const T* q = static_cast<const T*>(p.query) + row * p.query_row + head * p.query_head;
+  const Own own = reinterpret_cast<const Own*>(q)[lane()];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    query[i] = to_float(q[lane() * kEach + i]) * p.scale;
+    query[i] = own.get(i) * p.scale;
     sum[i] = 0.0f;
   }
   float highest = -INFINITY;
@@ -91,10 +93,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
     for (int n = 0; n < kRowsAtOnce; ++n) {
       score[n] = 0.0f;
       if (rows[n] < 0) continue;
+      const Own key = reinterpret_cast<const Own*>(keys + rows[n] * p.key_row)[lane()];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        score[n] += query[i] * to_float(keys[rows[n] * p.key_row + lane() * kEach + i]);
-      }
+      for (int i = 0; i < kEach; ++i) score[n] += query[i] * key.get(i);
     }
     float new_highest = highest;
 #pragma unroll
@@ -115,14 +116,17 @@ __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
       if (rows[n] < 0) continue;
       const float weight = expf(score[n] - highest);
       total += weight;
+      const Own value = reinterpret_cast<const Own*>(values + rows[n] * p.value_row)[lane()];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        sum[i] += weight * to_float(values[rows[n] * p.value_row + lane() * kEach + i]);
-      }
+      for (int i = 0; i < kEach; ++i) sum[i] += weight * value.get(i);
     }
   }
+  Own result;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) from_float(total > 0.0f ? sum[i] / total : 0.0f, out + i);
+  for (int i = 0; i < kEach; ++i) {
+    from_float(total > 0.0f ? sum[i] / total : 0.0f, &result.values[i]);
+  }
+  reinterpret_cast<Own*>(out)[lane()] = result;
   if (lane() == 0) {
     p.lse[head * p.num_rows + row] = total > 0.0f ? highest + logf(total) : -INFINITY;
   }

@@ -6,6 +6,7 @@ Only two things of CUDA are no C++: the launch, and dynamic shared memory. Both 
 
 import ctypes
 import hashlib
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -20,6 +21,7 @@ SHARED = re.compile(r"extern __shared__ ([\w:]+) (\w+)\[\];")
 FLAGS = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-Wno-missing-braces", "-DECHO_CUDA_ON_CPU"]
 FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+FLAGS += os.environ.get("ECHO_EMULATION_FLAGS", "").split()  # scripts/sanitize.sh
 
 
 def as_cpp(source: str) -> str:
@@ -40,7 +42,7 @@ def build() -> ctypes.CDLL:
     """Loads the emulated operators as torch.ops.vllm_echo_cuda_on_cpu."""
     kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     everything = sorted([*(ROOT / "csrc").rglob("*.*"), *ON_CPU.iterdir(), Path(__file__)])
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(" ".join([torch.__version__, *FLAGS]).encode())
     for path in everything:
         digest.update(path.read_bytes())
     library = BUILD / f"{digest.hexdigest()[:16]}.so"

@@ -47,6 +47,33 @@ def test_vllm_writes_the_layout_that_we_read(
     assert kv_cache.isnan().sum() == (4 * block_size - len(slots)) * 3 * 2 * head_dim
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's 8-bit cache needs AVX-512")
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_8_bit_cache_is_moved_as_vllm_would_have_written_it(kind: str) -> None:
+    """A path at rows 2, 3, 40 of a tree, moved, equals the same rows written in line."""
+    key, value = torch.randn(2, 3, 3, 64).bfloat16()
+    caches = []
+    for slots in ([72, 73, 110], [71, 72, 73]):
+        kv_cache = torch.zeros(4, 3, 64, 128, dtype=torch.uint8)
+        vllm_ops.cpu_attn_reshape_and_cache(
+            key, value, *cache_views(kv_cache), torch.tensor(slots), "vec", kv_cache_dtype=kind
+        )
+        caches.append(kv_cache)
+    moved, wanted = caches
+    assert not torch.equal(moved, wanted)
+    table = torch.arange(4, dtype=torch.int32)[None]
+    path = torch.tensor([[2, 3, 40]], dtype=torch.int32)
+    root, length = torch.tensor([70], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    ops.commit_kv([moved], table, root, path, length)
+    blocks = torch.arange(4, dtype=torch.int32)
+    for slot in (71, 72, 73):
+        for ours, theirs in zip(
+            slot_kv(moved, blocks, slot), slot_kv(wanted, blocks, slot), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+            assert theirs.any()
+
+
 def causal_attention_of_vllm(batch: Batch, softcap: float) -> torch.Tensor:
     rows = batch.cu_rows.diff()
     seq_lens = batch.context_lens + rows

@@ -3,6 +3,7 @@
 draft KV of rows that nobody drafts from."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.core.steps import GATED
 from tests.serving.harness import Engine, echo_engine, random_prompts, token_ids, truths_of
 from tests.serving.test_identity import greedy
 from vllm_echo.cost import StepLoad
@@ -130,8 +132,27 @@ def test_every_policy_gives_plain_decodings_output(
     outputs = plain.generate(prompts, params)
     engine.follow(truths_of(outputs))
     engine.runner.set_options(options)
-    assert token_ids(engine.generate(prompts, params)) == token_ids(outputs)
+    with operators_that_run() as ran:
+        assert token_ids(engine.generate(prompts, params)) == token_ids(outputs)
     assert engine.record.accepted > 0
+    assert ran >= {"append_layer", "next_frontier", "rank_trees", "read_trees", "pack_trees"}
+    assert ran >= {"tree_attention", "accept_greedy", "commit_kv"}
+    assert ("grant_layer" in ran) is (options["policy"] in GATED)
+    assert ("grant_width" in ran) is (options["policy"] in GATED and options.get("width", True))
+    assert (ran >= {"score_children", "expect_gain", "best_paying"}) is (
+        options["policy"] == "goodput"
+    )
+
+
+@contextmanager
+def operators_that_run() -> Iterator[set[str]]:
+    """Names of the compiled operators, as PyTorch's dispatcher sees them called."""
+    ran: set[str] = set()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield ran
+    prefix = "vllm_echo::"
+    names = {event.name for event in profile.events()}
+    ran |= {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def test_without_a_budget_nothing_is_drafted_and_the_output_is_plain_decodings(
