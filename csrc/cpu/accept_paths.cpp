@@ -128,7 +128,7 @@ class LogitRows {
   }
 
  private:
-  const ArgmaxKernel argmax_ = argmax_kernel(simd_level());
+  const ArgmaxKernel argmax_ = kernels().argmax_row;
   const char* first_;
   int64_t stride_;
   int64_t vocab_;

@@ -104,8 +104,6 @@ int64_t argmax_of(const void* row, int64_t size, const Draw& draw) {
   return argmax(values, size, Noised{draw.temperature, VecBits{} + draw.hash});
 }
 
-}  // namespace
-
 int64_t argmax_row(const void* row, int64_t size, FloatType type, const Draw& draw) {
   switch (type) {
     case FloatType::kFloat32:
@@ -118,4 +116,5 @@ int64_t argmax_row(const void* row, int64_t size, FloatType type, const Draw& dr
   return 0;
 }
 
+}  // namespace
 }  // namespace vllm_echo::ECHO_SIMD_LEVEL

@@ -34,7 +34,7 @@ Tensor score_children(const Tensor& log_probs, const Tensor& requests, const Ten
   const Rows<float> curve_of(curves);
   const float* from = const_data<float>(log_probs);
   float* to = data<float>(scores);
-  const ScoreKernel kernel = score_kernel(simd_level());
+  const ScoreKernel kernel = kernels().score_row;
   float intercepts[kPiece];
   float slopes[kPiece];
   int64_t row = 0;

@@ -21,8 +21,6 @@ ECHO_INLINE Vec acceptance_score(Vec x, Vec intercept, Vec slope) {
   return (y < 0.0f ? y : Vec{}) - log1p_of_exp(-size);
 }
 
-}  // namespace
-
 void score_row(const float* log_probs, const float* intercepts, const float* slopes, int64_t size,
                float* scores) {
   int64_t i = 0;
@@ -42,4 +40,5 @@ void score_row(const float* log_probs, const float* intercepts, const float* slo
   std::memcpy(scores + i, last, rest);
 }
 
+}  // namespace
 }  // namespace vllm_echo::ECHO_SIMD_LEVEL

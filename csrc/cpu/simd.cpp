@@ -15,7 +15,7 @@ SimdLevel best_level() {
   // Every CPU with AVX2 has F16C. The AVX-512 levels are those simd_avx512.cpp names.
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    return SimdLevel::kAvx512;
+    return __builtin_cpu_supports("avx512bf16") ? SimdLevel::kAvx512Bf16 : SimdLevel::kAvx512;
   }
   if (avx2) return SimdLevel::kAvx2;
 #endif
@@ -33,6 +33,8 @@ SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed);
 
 const char* simd_level_name(SimdLevel level) {
   switch (level) {
+    case SimdLevel::kAvx512Bf16:
+      return "avx512bf16";
     case SimdLevel::kAvx512:
       return "avx512";
     case SimdLevel::kAvx2:
@@ -45,41 +47,32 @@ const char* simd_level_name(SimdLevel level) {
 
 void set_simd_level(const char* name) {
   const std::string wanted = name;
-  for (const SimdLevel level : {SimdLevel::kPortable, SimdLevel::kAvx2, SimdLevel::kAvx512}) {
+  for (const SimdLevel level :
+       {SimdLevel::kPortable, SimdLevel::kAvx2, SimdLevel::kAvx512, SimdLevel::kAvx512Bf16}) {
     if (wanted != simd_level_name(level)) continue;
     if (level > best_level())
       throw std::invalid_argument("simd level '" + wanted + "' is not supported by this CPU");
     current_level().store(level, std::memory_order_relaxed);
     return;
   }
-  throw std::invalid_argument("simd level must be portable, avx2 or avx512, got '" + wanted + "'");
+  throw std::invalid_argument("simd level must be portable, avx2, avx512 or avx512bf16, got '" +
+                              wanted + "'");
 }
 
-TileKernel tile_kernel(SimdLevel level) {
+const Kernels& kernels() {
 #if defined(__x86_64__)
-  if (level == SimdLevel::kAvx512) return avx512::tree_attention_tile;
-  if (level == SimdLevel::kAvx2) return avx2::tree_attention_tile;
+  switch (simd_level()) {
+    case SimdLevel::kAvx512Bf16:
+      return avx512bf16::kKernels;
+    case SimdLevel::kAvx512:
+      return avx512::kKernels;
+    case SimdLevel::kAvx2:
+      return avx2::kKernels;
+    case SimdLevel::kPortable:
+      break;
+  }
 #endif
-  (void)level;
-  return portable::tree_attention_tile;
-}
-
-ArgmaxKernel argmax_kernel(SimdLevel level) {
-#if defined(__x86_64__)
-  if (level == SimdLevel::kAvx512) return avx512::argmax_row;
-  if (level == SimdLevel::kAvx2) return avx2::argmax_row;
-#endif
-  (void)level;
-  return portable::argmax_row;
-}
-
-ScoreKernel score_kernel(SimdLevel level) {
-#if defined(__x86_64__)
-  if (level == SimdLevel::kAvx512) return avx512::score_row;
-  if (level == SimdLevel::kAvx2) return avx2::score_row;
-#endif
-  (void)level;
-  return portable::score_row;
+  return portable::kKernels;
 }
 
 }  // namespace vllm_echo

@@ -6,7 +6,7 @@
 
 namespace vllm_echo {
 
-enum class SimdLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class SimdLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
@@ -42,33 +42,33 @@ constexpr int64_t tile_scratch_floats(int64_t num_queries, int64_t head_dim) {
 SimdLevel simd_level();
 const char* simd_level_name(SimdLevel level);
 
-// Chooses a level by name ("portable", "avx2", "avx512"), for tests and benchmarks. Throws if it
-// cannot run here.
+// Chooses a level by name ("portable", "avx2", "avx512", "avx512bf16"), for tests and benchmarks.
+// Throws if it cannot run here.
 void set_simd_level(const char* name);
 
-TileKernel tile_kernel(SimdLevel level);
-ArgmaxKernel argmax_kernel(SimdLevel level);
-ScoreKernel score_kernel(SimdLevel level);
+// The kernels of a level.
+struct Kernels {
+  TileKernel attention_tile;
+  ArgmaxKernel argmax_row;
+  ScoreKernel score_row;
+};
+
+// Those of the level in use.
+const Kernels& kernels();
 
 namespace portable {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
-                         float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
-void score_row(const float*, const float*, const float*, int64_t, float*);
-}  // namespace portable
+extern const Kernels kKernels;
+}
 #if defined(__x86_64__)
 namespace avx2 {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
-                         float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
-void score_row(const float*, const float*, const float*, int64_t, float*);
-}  // namespace avx2
+extern const Kernels kKernels;
+}
 namespace avx512 {
-void tree_attention_tile(const TreeAttentionParams&, const AttentionTile&, FloatType,
-                         float* scratch);
-int64_t argmax_row(const void*, int64_t, FloatType, const Draw&);
-void score_row(const float*, const float*, const float*, int64_t, float*);
-}  // namespace avx512
+extern const Kernels kKernels;
+}
+namespace avx512bf16 {
+extern const Kernels kKernels;
+}
 #endif
 
 }  // namespace vllm_echo

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -19,9 +20,7 @@
 #define ECHO_LANES 8
 #define ECHO_VECS_PER_PASS 2
 
-#include "argmax_row.h"
-#include "score_row.h"
-#include "tree_attention_tile.h"
+#include "kernels.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__clang__)
 #pragma clang attribute push( \
@@ -20,9 +21,7 @@
 #define ECHO_LANES 16
 #define ECHO_VECS_PER_PASS 4
 
-#include "argmax_row.h"
-#include "score_row.h"
-#include "tree_attention_tile.h"
+#include "kernels.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -4,6 +4,4 @@
 #define ECHO_LANES 4
 #define ECHO_VECS_PER_PASS 2
 
-#include "argmax_row.h"
-#include "score_row.h"
-#include "tree_attention_tile.h"
+#include "kernels.h"

@@ -168,7 +168,7 @@ void run_tiles(const TreeAttentionParams& p, const std::vector<AttentionTile>& t
   scratch +=
       (kCacheLine - reinterpret_cast<uintptr_t>(scratch) % kCacheLine) % kCacheLine / sizeof(float);
 
-  const TileKernel kernel = tile_kernel(simd_level());
+  const TileKernel kernel = kernels().attention_tile;
   std::atomic<size_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker) {

@@ -33,7 +33,7 @@ struct TileState {
   const AttentionTile& tile;
   BlockRow blocks;
   int64_t num_queries;   // M; query m belongs to row m / heads_per_kv of the tile
-  float* query;          // [M, head_dim], scaled
+  float* query;          // [M, head_dim], as store_query leaves them
   float* acc;            // [M, head_dim] unnormalised output
   float* scores;         // [M, kSlotsPerStep] scores of the step, then probabilities
   float* row_max;        // [M] running maximum
@@ -66,10 +66,8 @@ void load_queries(const TileState<T>& s) {
     const int64_t head = s.tile.kv_head * p.heads_per_kv + m % p.heads_per_kv;
     const T* from =
         static_cast<const T*>(p.query) + row * p.query_row_stride + head * p.query_head_stride;
-    for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-      store(s.query + m * p.head_dim + d, load(from + d) * p.scale);
-      store(s.acc + m * p.head_dim + d, Vec{});
-    }
+    store_query(from, p.head_dim, p.scale, s.query + m * p.head_dim);
+    for (int64_t d = 0; d < p.head_dim; d += kLanes) store(s.acc + m * p.head_dim + d, Vec{});
     s.row_max[m] = kMinusInf;
     store(s.row_sum + m * kLanes, Vec{});
   }
@@ -91,11 +89,12 @@ void score_slots(const TileState<T>& s, int64_t begin, int64_t end, int64_t colu
       const float* query = s.query + m * head_dim;
       float* scores = s.scores + m * kSlotsPerStep + column;
       if (width == kVecsPerPass) {
-        score_queries<T, kVecsPerPass>(n, query, head_dim, keys, s.p.keys.dim_stride, scores);
+        score_queries<T, kVecsPerPass>(n, query, head_dim, keys, s.p.keys.dim_stride, s.p.scale,
+                                       scores);
       } else if (width == 2) {
-        score_queries<T, 2>(n, query, head_dim, keys, s.p.keys.dim_stride, scores);
+        score_queries<T, 2>(n, query, head_dim, keys, s.p.keys.dim_stride, s.p.scale, scores);
       } else {
-        score_queries<T, 1>(n, query, head_dim, keys, s.p.keys.dim_stride, scores);
+        score_queries<T, 1>(n, query, head_dim, keys, s.p.keys.dim_stride, s.p.scale, scores);
       }
     }
   }
@@ -279,8 +278,6 @@ void run_tile(const TreeAttentionParams& p, const AttentionTile& tile, float* sc
   store_outputs(state);
 }
 
-}  // namespace
-
 void tree_attention_tile(const TreeAttentionParams& p, const AttentionTile& tile, FloatType type,
                          float* scratch) {
   switch (type) {
@@ -293,4 +290,5 @@ void tree_attention_tile(const TreeAttentionParams& p, const AttentionTile& tile
   }
 }
 
+}  // namespace
 }  // namespace vllm_echo::ECHO_SIMD_LEVEL

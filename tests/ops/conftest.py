@@ -8,7 +8,7 @@ import pytest
 from vllm_echo import ops
 
 BEST = ops.build_info()["simd"]
-LEVELS = ["portable", "avx2", "avx512"]
+LEVELS = ["portable", "avx2", "avx512", "avx512bf16"]
 
 
 @pytest.fixture(params=LEVELS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The greedy walk."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,3 +128,33 @@ def test_any_forest_matches_the_reference(data: st.DataObject, dtype: torch.dtyp
             parents = [-1] + [max(0, min(p, row)) for row, p in enumerate(parents[1:])]
         requests.append((data.draw(token), data.draw(token), parents))
     accept(requests, dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), max_nodes=st.integers(0, 12))
+def test_paths_longer_than_asked_for_are_cut(data: st.DataObject, max_nodes: int) -> None:
+    """What is left is the beginning of the whole path and the target's token there."""
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    tokens, parents, targets = [], [], []
+    for size in sizes:  # chains that are accepted for a while
+        tokens += range(size)
+        parents += range(-1, size - 1)
+        stop = data.draw(st.integers(0, size))
+        targets += [row + 1 if row < stop else 77 for row in range(size)]
+    cu_rows = torch.tensor([0, *sizes]).cumsum(0).int()
+    arguments = (torch.tensor(targets).long(), cu_rows, int32(tokens), int32(parents))
+    whole, whole_rows, counts = ops.accept_paths(*arguments)
+    out, rows, accepted = ops.accept_paths(*arguments, max_nodes)
+    assert out.shape == (len(sizes), max_nodes + 1) and rows.shape == (len(sizes), max_nodes)
+    assert torch.equal(accepted, counts.clamp(max=max_nodes))
+    for r, count in enumerate(accepted.tolist()):
+        kept = min(count + 1, sizes[r])
+        assert out[r, :kept].tolist() == whole[r, :kept].tolist()
+        assert (out[r, kept:] == -1).all() and (rows[r, count:] == -1).all()
+        assert rows[r, :count].tolist() == whole_rows[r, :count].tolist()
+
+
+def test_no_negative_room_for_a_path() -> None:
+    nothing = int32([])
+    with pytest.raises(ValueError, match="max_nodes must not be negative, got -1"):
+        ops.accept_paths(nothing.long(), int32([0]), nothing, nothing, -1)

@@ -237,7 +237,7 @@ def test_read_passes_opcheck() -> None:
 
 def test_build_info_names_what_doctor_prints() -> None:
     info = ops.build_info()
-    assert info["simd"] in ("portable", "avx2", "avx512")
+    assert info["simd"] in ("portable", "avx2", "avx512", "avx512bf16")
     assert info["torch"].count(".") == 2
     assert info["compiler"]
 
@@ -261,3 +261,26 @@ def test_a_missing_build_says_how_to_build() -> None:
     assert result.returncode != 0
     assert "make build" in result.stderr
     assert "pip install -e ." in result.stderr
+
+
+def test_a_build_without_cuda_says_so_where_there_is_a_device() -> None:
+    code = (
+        "import logging, torch; logging.basicConfig()\n"
+        "torch.version.cuda = '13.0'; torch.cuda.is_available = lambda: True\n"
+        "import vllm_echo.ops"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0
+    if ops.build_info()["cuda"] == "none":
+        assert "built without CUDA" in result.stderr
+        assert "ECHO_BUILD_CUDA=1" in result.stderr
+    else:
+        assert "built without CUDA" not in result.stderr
+
+
+def test_the_tree_part_alone_needs_a_device() -> None:
+    rows = torch.zeros(1, 1, 64)
+    with pytest.raises(TypeError, match="query must be on a CUDA device, got cpu"):
+        ops.tree_part_attention(
+            rows, rows, rows, torch.tensor([0, 1]).int(), torch.ones(1, 1).long(), 1.0
+        )

@@ -40,6 +40,32 @@ def test_ragged_batches_are_packed_like_the_reference(
     assert cu_rows.tolist()[-1] == len(rows)
 
 
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 70), min_size=1, max_size=6), seed=st.integers())
+def test_a_padded_super_tree_is_the_packed_one_and_padding(sizes: list[int], seed: int) -> None:
+    """At any number of rows from the trees' own on; words hold the widest tree there could be."""
+    source = random.Random(seed)
+    trees = draft_trees([random_tree(source, size) for size in sizes], 130)
+    arguments = (trees.tokens, trees.parents, trees.depths, trees.num_nodes)
+    packed = ops.pack_trees(*arguments)
+    used = len(sizes) + sum(sizes)
+    for max_rows in (used, used + 1, used + 63, used + 64):
+        cu_rows, tokens, parents, depths, ancestors = ops.pack_trees(*arguments, max_rows)
+        assert torch.equal(cu_rows, packed[0])
+        for column, own, rest in zip(
+            (tokens, parents, depths), packed[1:4], (-1, -1, 0), strict=True
+        ):
+            assert column.shape == (max_rows,)
+            assert torch.equal(column[:used], own)
+            assert (column[used:] == rest).all()
+        assert ancestors.shape == (max_rows, 3)
+        words = packed[4].shape[1]
+        assert torch.equal(ancestors[:used, :words], packed[4])
+        assert not ancestors[:used, words:].any() and not ancestors[used:].any()
+    with pytest.raises(ValueError, match=f"max_rows is {used - 1}, but the trees have {used} rows"):
+        ops.pack_trees(*arguments, used - 1)
+
+
 def test_rows_of_a_wider_table_are_read_by_their_stride() -> None:
     """The tree table hands out its leading columns."""
     wide = int32([[5, 6, 9, 9], [7, 8, 9, 9]])
