@@ -54,12 +54,12 @@ lint: install-dev ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 format: install-dev ## let ruff and clang-format write the layout
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 build: ## build the operators again
 	@rm -f .venv/.vllm-echo/build

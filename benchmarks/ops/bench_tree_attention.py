@@ -179,7 +179,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 4096])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 7, 16, 31])
-    parser.add_argument("--simd", default=None, help="portable, avx2, avx512 or avx512bf16 (default: the best)")
+    parser.add_argument("--simd", default=None, help="an instruction set (default: the best)")
     parser.add_argument("--seconds", type=float, default=0.25, help="time for one line")
     parser.add_argument(
         "--cpu-time",

@@ -7,8 +7,8 @@ from vllm_echo.ops import library as library  # loads the operators
 
 
 def build_info() -> dict[str, str]:
-    """``simd``: what runs, portable, avx2, avx512 or avx512bf16; ``torch``, ``compiler``: what built it;
-    ``cuda``: architectures that there are kernels for, or "none"."""
+    """``simd``: what runs (portable, avx2, avx512 or avx512bf16); ``torch``, ``compiler``: what
+    built it; ``cuda``: architectures that there are kernels for, or "none"."""
     return dict(item.split("=", 1) for item in torch.ops.vllm_echo.build_info().split(";"))
 
 
