@@ -20,6 +20,7 @@ from tests.cuda import emulation
 from tests.cuda.device import OnDevice
 from tests.ops.kit import pack_mask, random_parents, tree_visibility
 from vllm_echo import ops
+from vllm_echo.reference.attention import tree_part_attention
 
 NAN = math.nan
 SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255]
@@ -250,26 +251,13 @@ def test_tree_rows_attend_to_their_ancestors(
     query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
     mask = pack_mask([tree_visibility(tree) for tree in trees])
     cu_rows = torch.tensor([0, *sizes]).cumsum(0).int()
+    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype != torch.float32 else {}
     for softcap in (0.0, 5.0):
-        out, lse = cuda.tree_part_attention(query, key, value, cu_rows, mask, 0.3, softcap)
-        start = 0
-        for size, tree in zip(sizes, trees, strict=True):
-            end = start + size
-            q, k, v = (
-                part[start:end].float().repeat_interleave(heads // part.shape[1], dim=1)
-                for part in (query, key, value)
-            )
-            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(~tree_visibility(tree), -torch.inf)
-            expected = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-            tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype != torch.float32 else {}
-            torch.testing.assert_close(out[start:end].float(), expected, **tolerance)
-            torch.testing.assert_close(
-                lse[:, start:end], scores.logsumexp(dim=-1), rtol=1e-5, atol=1e-5
-            )
-            start = end
+        arguments = (query, key, value, cu_rows, mask, 0.3, softcap)
+        out, lse = cuda.tree_part_attention(*arguments)
+        expected, expected_lse = tree_part_attention(*arguments)
+        torch.testing.assert_close(out.float(), expected, **tolerance)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_sees_nothing_is_zero_with_no_mass(cuda: SimpleNamespace) -> None:

@@ -27,16 +27,18 @@ def visible_slots(mask_row: torch.Tensor, context_len: int) -> list[int]:
     return slots
 
 
-def attend_row(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float
+def row_scores(
+    query: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """One row: query [H, D], keys and values [Hkv, n, D]; returns [H, D] float32."""
-    heads_per_kv = query.shape[0] // keys.shape[0]
-    keys = keys.repeat_interleave(heads_per_kv, dim=0)
-    values = values.repeat_interleave(heads_per_kv, dim=0)
+    """One row: query [H, D], keys [Hkv, n, D]; [H, n] float32."""
+    keys = keys.float().repeat_interleave(query.shape[0] // keys.shape[0], dim=0)
     scores = torch.einsum("hd,hnd->hn", query.float(), keys) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
+    return softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
+
+
+def attend_row(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One row: scores [H, n], values [Hkv, n, D]; [H, D] float32."""
+    values = values.float().repeat_interleave(scores.shape[0] // values.shape[0], dim=0)
     return torch.einsum("hn,hnd->hd", scores.softmax(dim=-1), values)
 
 
@@ -61,6 +63,29 @@ def tree_attention(
                 continue
             blocks = block_table[r, : max(slots) // block_size + 1]
             keys, values = logical_kv(key_cache, value_cache, blocks)
-            attended = attend_row(query[row], keys[:, slots], values[:, slots], scale, softcap)
-            out[row] = attended.to(query.dtype)
+            scores = row_scores(query[row], keys[:, slots], scale, softcap)
+            out[row] = attend_row(scores, values[:, slots]).to(query.dtype)
     return out
+
+
+def tree_part_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_rows: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``ops.tree_part_attention`` returns, with ``out`` in float32."""
+    out = torch.zeros(query.shape)
+    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf)
+    for start, end in zip(cu_rows[:-1].tolist(), cu_rows[1:].tolist(), strict=True):
+        for row in range(start, end):
+            bits = visible_slots(ancestors[row], 0)
+            seen = [start + bit for bit in bits if start + bit < end]
+            if seen:
+                scores = row_scores(query[row], key[seen].transpose(0, 1), scale, softcap)
+                out[row] = attend_row(scores, value[seen].transpose(0, 1))
+                lse[:, row] = scores.logsumexp(dim=-1)
+    return out, lse
