@@ -57,6 +57,21 @@ class Walk {
   __device__ int64_t global_row() const { return span_.first + row_; }
   __device__ int32_t accepted() const { return accepted_; }
 
+  // Whether each parent lies before its row; a request that breaks this accepts no node. By a whole
+  // warp.
+  __device__ bool is_sound() const {
+    for (int64_t start = 0; start < span_.size; start += kWarp) {
+      const int64_t row = start + lane();
+      bool wild = false;
+      if (row < span_.size) {
+        const int64_t parent = trees_.parents[span_.first + row];
+        wild = parent < -1 || parent >= row;
+      }
+      if (__ballot_sync(kAllLanes, wild)) return false;
+    }
+    return true;
+  }
+
   // The target's token at the current row; false when the walk ends with it. By a whole warp.
   __device__ bool step(int64_t token, bool may_go_on) {
     if (lane() == 0) tokens_[accepted_] = static_cast<int32_t>(token);
@@ -90,14 +105,17 @@ __device__ void clear_paths(const Paths& paths, int64_t request, int thread, int
 
 // One warp a request.
 __global__ void __launch_bounds__(kWalkThreads)
-    walk_given(Trees trees, const int64_t* targets, Paths paths) {
+    walk_given(Trees trees, Targets targets, Paths paths) {
   const int64_t request = (int64_t{blockIdx.x} * kWalkThreads + threadIdx.x) / kWarp;
   if (request >= trees.num_requests) return;  // all lanes of the warp
   clear_paths(paths, request, lane(), kWarp);
   __syncwarp();
   Walk walk(trees, paths, request);
   if (!walk.empty()) {
-    while (walk.step(targets[walk.global_row()], true)) {
+    const bool sound = walk.is_sound();
+    while (walk.step(targets.wide ? static_cast<const int64_t*>(targets.data)[walk.global_row()]
+                                  : static_cast<const int32_t*>(targets.data)[walk.global_row()],
+                     sound)) {
     }
   }
   if (lane() == 0) paths.num_accepted[request] = walk.accepted();
@@ -185,6 +203,8 @@ __global__ void __launch_bounds__(kReadThreads)
   __syncthreads();
   Walk walk(trees, paths, request);
   int64_t row = walk.empty() ? -1 : walk.global_row();
+  bool sound = true;
+  if (warp() == 0 && row >= 0) sound = walk.is_sound();
   while (row >= 0) {
     Draw draw;
     if (logits.temperatures != nullptr) {
@@ -200,7 +220,8 @@ __global__ void __launch_bounds__(kReadThreads)
       Best whole;
       for (int w = 0; w < kWarps; ++w) whole.offer(of_warp[w]);
       // A row with a NaN accepts nothing: the request ends its step here.
-      const bool goes_on = walk.step(whole.index == INT32_MAX ? 0 : whole.index, !whole.nan);
+      const bool goes_on =
+          walk.step(whole.index == INT32_MAX ? 0 : whole.index, sound && !whole.nan);
       if (lane() == 0) next_row = goes_on ? walk.global_row() : -1;
     }
     __syncthreads();
@@ -211,13 +232,12 @@ __global__ void __launch_bounds__(kReadThreads)
 
 }  // namespace
 
-cudaError_t accept_paths(const Trees& trees, const int64_t* target_tokens, const Paths& paths,
+cudaError_t accept_paths(const Trees& trees, const Targets& targets, const Paths& paths,
                          cudaStream_t stream) {
   if (trees.num_requests == 0) return cudaSuccess;
   constexpr int kRequests = kWalkThreads / kWarp;
   const int64_t blocks = (trees.num_requests + kRequests - 1) / kRequests;
-  walk_given<<<static_cast<unsigned>(blocks), kWalkThreads, 0, stream>>>(trees, target_tokens,
-                                                                         paths);
+  walk_given<<<static_cast<unsigned>(blocks), kWalkThreads, 0, stream>>>(trees, targets, paths);
   return cudaGetLastError();
 }
 

@@ -51,7 +51,12 @@ struct Paths {
   int32_t* num_accepted;  // [num_requests]
 };
 
-cudaError_t accept_paths(const Trees&, const int64_t* target_tokens, const Paths&, cudaStream_t);
+// The target's token after each row: int64, or int32 where not `wide`.
+struct Targets {
+  const void* data;
+  bool wide;
+};
+cudaError_t accept_paths(const Trees&, const Targets&, const Paths&, cudaStream_t);
 
 struct Logits {
   const void* data;  // [num_rows, vocab]

@@ -18,26 +18,39 @@
 namespace vllm_echo::cuda {
 namespace {
 
+// A tensor and the name it has in the schema.
+struct Named {
+  const char* name;
+  const Tensor& tensor;
+};
+
 #if defined(ECHO_CUDA_ON_CPU)
 constexpr On kHere = On::kCpu;
 
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor&) {}
+  OnDeviceOf(const char*, const Tensor&, std::initializer_list<Named>) {}
   cudaStream_t stream() const { return nullptr; }
 };
 #else
 constexpr On kHere = On::kCuda;
 
-// Allocations and launches go to a tensor's device and its current stream.
+// Allocations and launches go to a tensor's device and its current stream; all others have to be on
+// that device, too.
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor& tensor)
-      : index_(tensor.get_device_index()), guard_(tensor.get_device_index()) {}
+  OnDeviceOf(const char* op, const Tensor& tensor, std::initializer_list<Named> others)
+      : index_(tensor.get_device_index()), guard_(tensor.get_device_index()) {
+    for (const Named& other : others) {
+      require(other.tensor.get_device_index() == index_, op, ": ", other.name,
+              " must be on CUDA device ", index_, " like the others, got ",
+              other.tensor.get_device_index());
+    }
+  }
 
   cudaStream_t stream() const {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
     return static_cast<cudaStream_t>(stream);
   }
 
@@ -101,7 +114,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees_op(const Tensor& t
   require_int_table(depths, "pack_trees: depths", num_requests, width);
   require_vector(num_nodes, "pack_trees: num_nodes", ScalarType::Int, "int32", num_requests);
   const int64_t rows = require_given(max_rows, "pack_trees: max_rows");
-  const OnDeviceOf device(tokens);
+  const OnDeviceOf device("pack_trees", tokens,
+                          {{"parents", parents}, {"depths", depths}, {"num_nodes", num_nodes}});
   const int64_t num_words = (width + 64) / 64;
   Tensor cu_rows = new_ints(tokens, {num_requests + 1});
   Tensor out_tokens = new_ints(tokens, {rows});
@@ -168,14 +182,17 @@ std::tuple<Tensor, Tensor, Tensor> accept_paths_op(const Tensor& target_tokens,
                                                    const Tensor& cu_rows, const Tensor& tokens,
                                                    const Tensor& parents,
                                                    std::optional<int64_t> max_nodes) {
-  require_int64<kHere>(target_tokens, "accept_paths: target_tokens", 1);
+  const bool wide = target_tokens.scalar_type() == ScalarType::Long;
+  require_tensor<kHere>(target_tokens, "accept_paths: target_tokens",
+                        wide ? ScalarType::Long : ScalarType::Int, "int64 or int32", 1);
   const Trees trees = trees_of("accept_paths", cu_rows, tokens, parents, target_tokens.size(0));
-  const OnDeviceOf device(tokens);
+  const OnDeviceOf device(
+      "accept_paths", tokens,
+      {{"target_tokens", target_tokens}, {"cu_rows", cu_rows}, {"parents", parents}});
   const PathTensors out(tokens, trees.num_requests,
                         require_given(max_nodes, "accept_paths: max_nodes"));
-  require_launch(
-      accept_paths(trees, const_data<int64_t>(target_tokens), out.paths(), device.stream()),
-      "accept_paths");
+  const Targets targets{target_tokens.data_ptr(), wide};
+  require_launch(accept_paths(trees, targets, out.paths(), device.stream()), "accept_paths");
   return {out.tokens, out.rows, out.num_accepted};
 }
 
@@ -184,7 +201,8 @@ std::tuple<Tensor, Tensor, Tensor> accept_greedy_op(const Tensor& logits, const 
                                                     std::optional<int64_t> max_nodes) {
   const Logits rows = logits_of("accept_greedy", logits);
   const Trees trees = trees_of("accept_greedy", cu_rows, tokens, parents, logits.size(0));
-  const OnDeviceOf device(tokens);
+  const OnDeviceOf device("accept_greedy", tokens,
+                          {{"logits", logits}, {"cu_rows", cu_rows}, {"parents", parents}});
   const PathTensors out(tokens, trees.num_requests,
                         require_given(max_nodes, "accept_greedy: max_nodes"));
   require_launch(accept_logits(trees, rows, out.paths(), device.stream()), "accept_greedy");
@@ -207,7 +225,14 @@ std::tuple<Tensor, Tensor, Tensor> accept_sampled_op(
   rows.seeds = const_data<int64_t>(seeds);
   rows.root_positions = const_data<int64_t>(root_positions);
   rows.depths = const_data<int32_t>(depths);
-  const OnDeviceOf device(tokens);
+  const OnDeviceOf device("accept_sampled", tokens,
+                          {{"logits", logits},
+                           {"cu_rows", cu_rows},
+                           {"parents", parents},
+                           {"depths", depths},
+                           {"temperatures", temperatures},
+                           {"seeds", seeds},
+                           {"root_positions", root_positions}});
   const PathTensors out(tokens, requests, require_given(max_nodes, "accept_sampled: max_nodes"));
   require_launch(accept_logits(trees, rows, out.paths(), device.stream()), op.c_str());
   return {out.tokens, out.rows, out.num_accepted};
@@ -233,6 +258,7 @@ void commit_kv_op(std::vector<Tensor> kv_caches, const Tensor& block_table,
     const std::string what = "commit_kv: kv_caches[" + std::to_string(layer) + "]";
     require_tensor<kHere>(cache, what.c_str(), first.scalar_type(), "of kv_caches[0]", 5);
     require_size(cache, what.c_str(), 0, 2);
+    const OnDeviceOf device("commit_kv", first, {{"kv_caches", cache}});
     for (int64_t dim = 0; dim < 5; ++dim) {
       require_size(cache, what.c_str(), dim, first.size(dim));
       require(cache.stride(dim) == first.stride(dim), what,
@@ -260,7 +286,11 @@ void commit_kv_op(std::vector<Tensor> kv_caches, const Tensor& block_table,
                       path_rows.size(1),
                       const_data<int32_t>(path_lens),
                       num_requests};
-  const OnDeviceOf device(first);
+  const OnDeviceOf device("commit_kv", first,
+                          {{"block_table", block_table},
+                           {"root_slots", root_slots},
+                           {"path_rows", path_rows},
+                           {"path_lens", path_lens}});
   require_launch(commit_kv(planes, args, device.stream()), "commit_kv");
 }
 
@@ -303,7 +333,9 @@ std::tuple<Tensor, Tensor> tree_part_attention_op(const Tensor& query, const Ten
   require(cu_rows.size(0) >= 1,
           "tree_part_attention: cu_rows must have one entry more than there are requests");
   require(softcap >= 0, "tree_part_attention: softcap must not be negative, got ", softcap);
-  const OnDeviceOf device(query);
+  const OnDeviceOf device(
+      "tree_part_attention", query,
+      {{"key", key}, {"value", value}, {"cu_rows", cu_rows}, {"ancestors", ancestors}});
   Tensor out = new_tensor(query, {num_rows, num_heads, head_dim}, dtype);
   Tensor lse = new_tensor(query, {num_heads, num_rows}, ScalarType::Float);
   const TreePart args{query.data_ptr(),
@@ -351,7 +383,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sched
           " candidates a request, but ", kMaxCandidates, " can be ranked");
   const int64_t num_depths = thresholds.size(0);
   const int64_t num_kept = max_nodes < num_candidates ? max_nodes : num_candidates;
-  const OnDeviceOf device(scores);
+  const OnDeviceOf device("schedule_budget", scores,
+                          {{"tokens", tokens},
+                           {"parents", parents},
+                           {"depths", depths},
+                           {"caps", caps},
+                           {"deepest", deepest},
+                           {"thresholds", thresholds}});
   Tensor out_tokens = new_ints(scores, {num_requests, num_kept});
   Tensor out_parents = new_ints(scores, {num_requests, num_kept});
   Tensor out_depths = new_ints(scores, {num_requests, num_kept});

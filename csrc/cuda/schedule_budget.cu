@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_candidates(ScheduleBudget p
     const bool has_parent = parent >= 0 && parent < p.num_candidates;
     const int64_t at = request * p.max_nodes + places[c];
     p.tokens_out[at] = p.tokens.data[request * p.tokens.stride + c];
-    p.parents_out[at] = has_parent ? places[parent] : -1;
+    // A wild parent is none: pack_trees detaches the node.
+    p.parents_out[at] = has_parent ? places[parent] : parent == -1 ? -1 : -2;
     p.depths_out[at] = depths[c];
     p.scores_out[at] = key_value(keys[c]);
   }

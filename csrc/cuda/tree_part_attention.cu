@@ -78,11 +78,14 @@ __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
   const int64_t request = request_of(p, row);
   const int64_t first = p.cu_rows[request];
   const int64_t end = p.num_requests > 0 ? p.cu_rows[request + 1] : 0;
-  const int64_t num_rows = row < end ? (end < p.num_rows ? end : p.num_rows) - first : 0;
+  const bool inside = 0 <= first && first <= row && row < end;
+  const int64_t num_rows = inside ? (end < p.num_rows ? end : p.num_rows) - first : 0;
   const int64_t words = p.num_words * kMaskWordBits;
   VisibleRows visible(p.ancestors + row * p.ancestor_stride, num_rows < words ? num_rows : words);
-  const T* keys = static_cast<const T*>(p.key) + first * p.key_row + kv_head * p.key_head;
-  const T* values = static_cast<const T*>(p.value) + first * p.value_row + kv_head * p.value_head;
+  const int64_t own_first = inside ? first : 0;
+  const T* keys = static_cast<const T*>(p.key) + own_first * p.key_row + kv_head * p.key_head;
+  const T* values =
+      static_cast<const T*>(p.value) + own_first * p.value_row + kv_head * p.value_head;
   for (bool more = true; more;) {
     int64_t rows[kRowsAtOnce];
     float score[kRowsAtOnce];
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
       score[n] = sum_over_warp(score[n]);
       if (p.softcap > 0.0f) score[n] = p.softcap * tanhf(score[n] / p.softcap);
       if (rows[n] < 0) score[n] = -INFINITY;
-      new_highest = fmaxf(new_highest, score[n]);
+      if (score[n] > new_highest || score[n] != score[n]) new_highest = score[n];  // NaN stays
     }
     if (new_highest == -INFINITY) continue;  // nothing visible, or all scores are -inf
     const float decay = expf(highest - new_highest);
@@ -124,11 +127,11 @@ __global__ void __launch_bounds__(kWarps* kWarp) attend(TreePart p) {
   Own result;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    from_float(total > 0.0f ? sum[i] / total : 0.0f, &result.values[i]);
+    from_float(total == 0.0f ? 0.0f : sum[i] / total, &result.values[i]);
   }
   reinterpret_cast<Own*>(out)[lane()] = result;
   if (lane() == 0) {
-    p.lse[head * p.num_rows + row] = total > 0.0f ? highest + logf(total) : -INFINITY;
+    p.lse[head * p.num_rows + row] = total == 0.0f ? -INFINITY : highest + logf(total);
   }
 }
 

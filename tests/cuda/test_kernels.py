@@ -130,16 +130,42 @@ def test_given_tokens_are_walked(cuda: SimpleNamespace, size: int) -> None:
         )
 
 
-def test_wild_rows_and_parents_are_never_followed(cuda: SimpleNamespace) -> None:
+def test_a_request_with_a_wild_parent_accepts_nothing(cuda: SimpleNamespace) -> None:
+    """As on the CPU, whatever else would match; and the others are left alone."""
     tokens = int32([0, 1, 1, 1])
-    for parents in ([-1, 5, 3, 2], [-1, 1, 2, 3], [0, 0, -7, 2**31 - 1]):
-        arguments = (torch.ones(4, dtype=torch.int64), int32([0, 4]), tokens, int32(parents), 3)
-        out, rows, accepted = cuda.accept_paths(*arguments)
-        assert out[0, 0] == 1 and int(accepted) == int((rows >= 0).sum()) <= 1
+    good = [-1, 0, 1, 2]
+    for parents in ([-1, 5, 3, 2], [-1, 1, 2, 3], [0, 0, -7, 2**31 - 1], [0, 0, 1, 2]):
+        arguments = (
+            torch.ones(8, dtype=torch.int64),
+            int32([0, 4, 8]),
+            tokens.repeat(2),
+            int32(parents + good),
+        )
+        expected = ops.accept_paths(*arguments, 3)
+        assert expected[2].tolist() == [0, 3]
+        assert_equal(cuda.accept_paths(*arguments, 3), expected)
+        logits = torch.zeros(8, 5)
+        logits[:, 1] = 1.0
+        assert_equal(cuda.accept_greedy(logits, *arguments[1:], 3), expected)
+
+
+def test_both_widths_of_target_tokens(cuda: SimpleNamespace) -> None:
+    targets, *trees = walk_arguments(random.Random(1), [5, 9])
+    wide = cuda.accept_paths(targets, *trees, 9)
+    assert wide[2].sum() > 0
+    assert_equal(cuda.accept_paths(targets.int(), *trees, 9), wide)
+
+
+def test_wild_prefix_sums_lead_nowhere(cuda: SimpleNamespace) -> None:
+    tokens, parents = int32([0, 1, 1, 1]), int32([-1, 0, 1, 2])
     for cu_rows in ([0, 99], [-5, 2], [3, 1], [2**31 - 1, -(2**31)]):
         targets = torch.ones(4, dtype=torch.int64)
-        accepted = cuda.accept_paths(targets, int32(cu_rows), tokens, int32([-1, 0, 1, 2]), 3)[2]
+        accepted = cuda.accept_paths(targets, int32(cu_rows), tokens, parents, 3)[2]
         assert 0 <= int(accepted) <= 3
+        rows = torch.ones(4, 1, 64)
+        mask = torch.full((4, 1), -1)
+        out, lse = cuda.tree_part_attention(rows, rows, rows, int32(cu_rows), mask, 1.0)
+        assert ((out == 0) | (out == 1)).all() and not lse.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -266,8 +292,32 @@ def test_a_row_that_sees_nothing_is_zero_with_no_mass(cuda: SimpleNamespace) -> 
     out, lse = cuda.tree_part_attention(rows, rows, rows, int32([0, 3]), mask, 1.0)
     assert (out[[0, 2]] == 0).all() and lse[0, [0, 2]].isneginf().all()
     assert lse[0, 1].isfinite(), "bits beyond the request's rows are not looked at"
-    out, lse = cuda.tree_part_attention(rows, rows, rows, int32([0, 2]), mask | -1, 1.0)
-    assert (out[2] == 0).all() and lse[0, 2].isneginf(), "a padded row"
+    for cu_rows, outside in (([0, 2], 2), ([1, 3], 0)):
+        out, lse = cuda.tree_part_attention(rows, rows, rows, int32(cu_rows), mask | -1, 1.0)
+        assert (out[outside] == 0).all() and lse[0, outside].isneginf(), "a row of no request"
+
+
+def test_a_score_that_is_no_number_is_not_lost(cuda: SimpleNamespace) -> None:
+    """Downstream it ends its request's step; dropped, it would pass for a row without ancestors."""
+    rows = torch.randn(3, 1, 64)
+    for value in (NAN, torch.inf):
+        key = rows.clone()
+        key[1] = value
+        mask = torch.tensor([[1], [3], [5]])
+        out, lse = cuda.tree_part_attention(rows, key, rows, int32([0, 3]), mask, 1.0)
+        assert out[1].isnan().any() and not out[[0, 2]].isnan().any()
+        assert not lse[0, 1].isneginf() and lse[0, [0, 2]].isfinite().all()
+
+
+def test_a_candidate_with_a_wild_parent_is_detached(cuda: SimpleNamespace) -> None:
+    """-1 would make it a child of the root."""
+    two = int32([[1, 2]])
+    columns = (two, int32([[-1, 77]]), int32([[1, 2]]), torch.tensor([[-0.5, -0.7]]))
+    limits = (int32([4]), int32([4]), torch.full((3,), NAN), 4, True, 2)
+    tokens, parents, depths, _, num_nodes = cuda.schedule_budget(*columns, *limits)[:5]
+    assert parents.tolist() == [[-1, -2]] and num_nodes.tolist() == [2]
+    packed = cuda.pack_trees(tokens, parents, depths, num_nodes, 3)
+    assert packed[2].tolist() == [-1, 0, -1]
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -22,8 +22,16 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.register_fake("vllm_echo::tree_part_attention")
-def _(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
-    require_devices("tree_part_attention", (query, *others))
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_rows: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require_devices("tree_part_attention", (query, key, value, cu_rows, ancestors, scale, softcap))
     num_rows, num_heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(num_heads, num_rows, dtype=torch.float32)
 

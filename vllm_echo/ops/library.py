@@ -51,6 +51,7 @@ def require_devices(op: str, arguments: tuple[object, ...]) -> None:
         if isinstance(item, torch.Tensor)
     ]
     on_cuda = op in CUDA_OPERATORS and HAS_CUDA and any(item.is_cuda for _, item in named)
+    device = next((item.device for _, item in named if item.is_cuda), None)
     if op == "tree_part_attention" and not on_cuda:
         raise TypeError(
             f"{op}: query must be on a CUDA device, got {named[0][1].device}, and this build must "
@@ -58,8 +59,8 @@ def require_devices(op: str, arguments: tuple[object, ...]) -> None:
             "tree_attention"
         )
     for name, item in named:
-        if on_cuda and not item.is_cuda:
-            raise TypeError(f"{op}: {name} must be on the CUDA device, got {item.device}")
+        if on_cuda and item.device != device:
+            raise TypeError(f"{op}: {name} must be on {device}, got {item.device}")
         if not on_cuda and not item.is_cpu:
             raise TypeError(
                 f"{op}: {name} must be on the CPU, got {item.device}"
@@ -71,7 +72,7 @@ def call(op: str, *arguments: object) -> Any:
     """``torch.ops.vllm_echo``'s ``op``; a wrong device is refused by the tensor's name."""
     try:
         return getattr(torch.ops.vllm_echo, op)(*arguments)
-    except NotImplementedError as error:  # the dispatcher found no kernel: name the tensor
+    except (NotImplementedError, ValueError) as error:  # no kernel there, or devices are mixed
         try:
             require_devices(op, arguments)
         except TypeError as refusal:
