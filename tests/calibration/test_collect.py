@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,29 @@ def test_an_interruption_costs_one_piece(
         assert resumed is not None
         assert unbroken is not None
         assert same(resumed, unbroken)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_is_not_lost(tmp_path: Path) -> None:
+    """What strikes in a finaliser is printed and forgotten: the run would go on to its end."""
+
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    recording = Recording()
+
+    def record(piece: Piece) -> DraftTrace:
+        if len(recording.pieces) == 2:
+            Finalised()
+        return recording(piece)
+
+    pieces = plan_pieces(QUESTIONS, 3)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        collect(WorkFolder(tmp_path, INPUTS), pieces, record, silent)
+    assert recording.pieces == pieces[:3], "the piece that it struck in was finished"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_nothing_is_recorded_twice(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ stopped, and another command does not mix in.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -118,9 +119,34 @@ def collect(
     record: Callable[[Piece], DraftTrace],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Record the pieces that are missing; ``progress`` hears (pieces done, pieces in all)."""
+    """Record the pieces that are missing; ``progress`` hears (pieces done, pieces in all).
+
+    An interrupt ends it with KeyboardInterrupt, at the end of a piece at the latest."""
     missing = [piece for piece in pieces if not folder.has(piece)]
-    for piece in missing:
-        progress(sum(folder.has(p) for p in pieces), len(pieces))
-        folder.save(piece, record(piece))
+    with _remembered_interrupt() as check:
+        for piece in missing:
+            progress(sum(folder.has(p) for p in pieces), len(pieces))
+            folder.save(piece, record(piece))
+            check()
     progress(len(pieces), len(pieces))
+
+
+@contextmanager
+def _remembered_interrupt() -> Iterator[Callable[[], None]]:
+    """An interrupt is raised where it strikes. Python drops what is raised in a finaliser or a
+    callback: what is yielded raises it again."""
+    pressed: list[bool] = []
+
+    def interrupt(*_: Any) -> None:
+        pressed.append(True)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
