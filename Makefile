@@ -44,6 +44,9 @@ sanitize: install-dev ## the operator tests under AddressSanitizer and Undefined
 	@scripts/sanitize.sh $(PYTEST_ARGS)
 
 gpu-check: ## build for CUDA and check the operators on a GPU, minutes, without vLLM (PYTHON, BENCH_ARGS)
+	@$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
+		echo "gpu-check: PYTHON=$(PYTHON) must be a Python whose PyTorch (2.11 or newer) is built for CUDA and" \
+			"sees a device; nvcc, pytest and hypothesis are needed, too" >&2; exit 1; }
 	ECHO_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m benchmarks.ops.gpu_check $(BENCH_ARGS)
 

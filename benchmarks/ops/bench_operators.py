@@ -179,7 +179,7 @@ def reading_logits(seconds: float, dtype: torch.dtype) -> list[Line]:
         (us,) = medians_us([partial(ops.accept_greedy, logits, *trees)], seconds)
         num_bytes = visited * VOCABULARY * dtype.itemsize
         floor = 1e6 * num_bytes / bandwidth
-        case = f"{visited} of {logits.shape[0]} rows, {num_bytes / MIB:.1f} MiB {dtype}"
+        case = f"{visited} of {logits.shape[0]} rows, {num_bytes / MIB:.1f} MiB {str(dtype)[6:]}"
         lines.append(Line("accept_greedy", case, us, floor, us / floor, MOST_OVER_BYTES))
     return lines
 
