@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from tests.ops.calls import (
@@ -32,6 +33,7 @@ from tests.ops.calls import (
     width_arguments,
 )
 from vllm_echo import ops
+from vllm_echo.ops import library
 
 TENSORS = [
     pytest.param(op, call, make, name, id=f"{op}-{name}")
@@ -284,3 +286,20 @@ def test_the_tree_part_alone_needs_a_device() -> None:
         ops.tree_part_attention(
             rows, rows, rows, torch.tensor([0, 1]).int(), torch.ones(1, 1).long(), 1.0
         )
+
+
+@pytest.mark.parametrize("softcap", [(), (0.0,), (2.0,)], ids=["left out", "off", "on"])
+def test_the_tree_part_has_its_shapes_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, softcap: tuple[float, ...]
+) -> None:
+    """The dispatcher leaves arguments out that equal their default: a fake has to take both."""
+    monkeypatch.setattr(library, "HAS_CUDA", True)
+    with FakeTensorMode():
+        query, key = torch.empty(3, 4, 64, device="cuda"), torch.empty(3, 2, 64, device="cuda")
+        cu_rows = torch.empty(2, dtype=torch.int32, device="cuda")
+        ancestors = torch.empty(3, 1, dtype=torch.int64, device="cuda")
+        rows = (query, key, key, cu_rows, ancestors)
+        out, lse = torch.ops.vllm_echo.tree_part_attention(*rows, 1.0, *softcap)
+    assert out.shape == (3, 4, 64) and lse.shape == (4, 3)
+    assert out.device.type == lse.device.type == "cuda"
+    assert lse.dtype == torch.float32
