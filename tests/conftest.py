@@ -31,6 +31,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo() -> dict[str, str]:
     """Folders of the demo pair: "model", "draft", and the file "speculative_config"."""
-    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
+    command = [sys.executable, "-m", "vllm_echo.cli.main", "demo"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])

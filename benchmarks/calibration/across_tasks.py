@@ -17,8 +17,8 @@ from pathlib import Path
 
 from vllm_echo.calibration import fit
 from vllm_echo.calibration.calibrate_command import gate_costs
-from vllm_echo.config import DEFAULT_GATES, EchoConfig
-from vllm_echo.trace import DraftTrace
+from vllm_echo.core.config import DEFAULT_GATES, EchoConfig
+from vllm_echo.core.trace import DraftTrace
 
 
 def load_trace(folder: Path) -> DraftTrace:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from vllm_echo.accept import accept_given
-from vllm_echo.commit import needs_commit
-from vllm_echo.config import EchoConfig, Gate
-from vllm_echo.cost import CostCurve, Line, StepLoad
-from vllm_echo.draft import DraftBatch, Frontier
-from vllm_echo.pipeline import EchoPipeline, Proposal
+from vllm_echo.core.accept import accept_given
+from vllm_echo.core.commit import needs_commit
+from vllm_echo.core.config import EchoConfig, Gate
+from vllm_echo.core.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.draft import DraftBatch, Frontier
+from vllm_echo.core.pipeline import EchoPipeline, Proposal
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POLICIES = ("goodput", "echo", "dense", "static", "chain")
@@ -70,7 +70,7 @@ class Clock:
 
 
 class TableHead:
-    """``vllm_echo.draft.DraftHead``: every node of a request has the same children."""
+    """``vllm_echo.core.draft.DraftHead``: every node of a request has the same children."""
 
     def __init__(self, num_requests: int, top_k: int, clock: Clock):
         source = torch.Generator().manual_seed(0)

@@ -47,7 +47,7 @@ def drafting(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 
 
 def read_stages(path: Path | None) -> dict[str, Any] | None:
-    """The report of ``vllm_echo.timing``, if there is one yet."""
+    """The report of ``vllm_echo.core.timing``, if there is one yet."""
     return json.loads(path.read_text()) if path is not None and path.is_file() else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.errors import BenchmarkError
-from vllm_echo.config import AUTO, default_policy, is_echo_request
+from vllm_echo.core.config import AUTO, default_policy, is_echo_request
 
 BASELINE = "none"
 ECHO_SERVER = "echo"
@@ -145,7 +145,7 @@ def label(name: str, default: str | None = None) -> str:
 
 def prepare_demo() -> tuple[str, dict[str, Any]]:
     """The demo's model, and its echo configuration."""
-    command = [sys.executable, "-m", "vllm_echo.cli", "demo"]
+    command = [sys.executable, "-m", "vllm_echo.cli.main", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchmarkError(f"the demo could not be prepared: {done.stderr.strip()}")

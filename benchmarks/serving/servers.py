@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.serving import counters
 from benchmarks.serving.engines import needs_quiet_start
 from benchmarks.serving.errors import BenchmarkError
-from vllm_echo.config_file import is_echo_request
+from vllm_echo.core.config_file import is_echo_request
+from vllm_echo.core.timing import STAGE_TIMES_ENV
 from vllm_echo.integration.offline import intel_openmp
-from vllm_echo.timing import STAGE_TIMES_ENV
 
 ROOT = str(Path(__file__).resolve().parents[2])
 HOST = "127.0.0.1"

@@ -4,7 +4,7 @@
     vllm-echo calibrate --keep-work --work traces --output echo.json ...
     python -m benchmarks.simulate --trace traces/greedy-*.npz --calibration echo.json --held-out
 
-Drafts and acceptances are recorded ones (``vllm_echo.trace``), decisions are those of the code
+Drafts and acceptances are recorded ones (``vllm_echo.core.trace``), decisions are those of the code
 that serves, and time is a cost curve: of GPUs by arithmetic (``gpus.py``), or with ``--curve`` a
 measured one (`vllm-echo profile`). docs/simulation.md says what that assumes.
 """
@@ -34,10 +34,10 @@ from benchmarks.simulate.plans import (
 from benchmarks.simulate.replay import RecordedTrees, easiest_requests
 from benchmarks.simulate.report import Results
 from vllm_echo.calibration.calibrate_command import HELD_OUT_EVERY, split_requests
-from vllm_echo.config import EchoConfig, parse_speculative_config
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.config import EchoConfig, parse_speculative_config
+from vllm_echo.core.cost import CostCurve
+from vllm_echo.core.trace import DraftTrace
 from vllm_echo.errors import EchoError
-from vllm_echo.trace import DraftTrace
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulate.loop import Step
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.cost import CostCurve
 
 
 def verification_ms(curve: CostCurve, step: Step) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.simulate.models import Model, eagle3_head
-from vllm_echo.cost import CostCurve, Line
+from vllm_echo.core.cost import CostCurve, Line
 
 BYTES = 2  # bf16
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from benchmarks.simulate.replay import RecordedTrees, ReplayHead
-from vllm_echo.accept import accept_given
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import DraftBatch
-from vllm_echo.pack import pack_trees
-from vllm_echo.pipeline import EchoPipeline
-from vllm_echo.tree import DraftTrees
+from vllm_echo.core.accept import accept_given
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import DraftBatch
+from vllm_echo.core.pack import pack_trees
+from vllm_echo.core.pipeline import EchoPipeline
+from vllm_echo.core.tree import DraftTrees
 
 CPU = torch.device("cpu")
 

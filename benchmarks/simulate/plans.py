@@ -15,9 +15,9 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.simulate.replay import RecordedTrees
-from vllm_echo.acceptance import Calibration
-from vllm_echo.config import AUTO, MAX_NODES_PER_STEP, EchoConfig, Gate
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.acceptance import Calibration
+from vllm_echo.core.config import AUTO, MAX_NODES_PER_STEP, EchoConfig, Gate
+from vllm_echo.core.cost import CostCurve
 
 PLAIN = "plain"
 BASELINE = "eagle3-tree"

@@ -4,9 +4,9 @@
 import numpy as np
 import torch
 
-from vllm_echo.draft import Frontier
-from vllm_echo.trace import DraftTrace
-from vllm_echo.tree import ROOT
+from vllm_echo.core.draft import Frontier
+from vllm_echo.core.trace import DraftTrace
+from vllm_echo.core.tree import ROOT
 
 NONE = -1
 
@@ -67,7 +67,7 @@ def easiest_requests(trace: DraftTrace, share: float) -> DraftTrace:
 
 
 class ReplayHead:
-    """``vllm_echo.draft.DraftHead`` for one step over R roots of a trace.
+    """``vllm_echo.core.draft.DraftHead`` for one step over R roots of a trace.
 
     A node whose children were not recorded (another frontier than the recorded one) gets none.
     """

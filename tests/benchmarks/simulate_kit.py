@@ -4,13 +4,13 @@
 import numpy as np
 import torch
 
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import CostCurve, Line, StepLoad
-from vllm_echo.draft import DraftBatch, DraftHead, Frontier
-from vllm_echo.pipeline import EchoPipeline
-from vllm_echo.policies import make_recording_policy
-from vllm_echo.trace import DraftTrace, TraceRecorder
-from vllm_echo.tree import DraftTrees
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.draft import DraftBatch, DraftHead, Frontier
+from vllm_echo.core.pipeline import EchoPipeline
+from vllm_echo.core.policies import make_recording_policy
+from vllm_echo.core.trace import DraftTrace, TraceRecorder
+from vllm_echo.core.tree import DraftTrees
 
 CPU = torch.device("cpu")
 VOCAB = 12

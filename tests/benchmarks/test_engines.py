@@ -13,7 +13,7 @@ from benchmarks.serving.engines import (
 )
 from benchmarks.serving.errors import BenchmarkError
 from tests.benchmarks.kit import ECHO_CONFIG
-from vllm_echo import config
+from vllm_echo.core import config
 
 WITH_PROFILE = {**ECHO_CONFIG, "echo": {"policy": "goodput", "profile": {"step": [[1, 2.0]]}}}
 

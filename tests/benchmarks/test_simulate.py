@@ -19,9 +19,9 @@ from benchmarks.simulate.models import MODELS, eagle3_head
 from benchmarks.simulate.plans import DEFAULT_NAMES, Tuning, make_config
 from benchmarks.simulate.replay import RecordedTrees, ReplayHead, easiest_requests
 from tests.benchmarks.simulate_kit import CURVE, BigramHead, bigram_log_probs, record, trees_of
-from vllm_echo.cost import CostCurve, StepLoad
-from vllm_echo.draft import Frontier
-from vllm_echo.trace import DraftTrace
+from vllm_echo.core.cost import CostCurve, StepLoad
+from vllm_echo.core.draft import Frontier
+from vllm_echo.core.trace import DraftTrace
 
 ELASTIC = ("echo", "goodput", "dense", "fixed-threshold", "echo-no-transfer", "goodput-no-width")
 

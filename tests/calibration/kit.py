@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import CostCurve, Line
-from vllm_echo.policies import make_policy
-from vllm_echo.trace import DraftTrace
-from vllm_echo.tree import ROOT
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import CostCurve, Line
+from vllm_echo.core.policies import make_policy
+from vllm_echo.core.trace import DraftTrace
+from vllm_echo.core.tree import ROOT
 
 VOCAB = 50_000
 Law = Callable[[int, float], float]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.calibration.kit import draft_trace, platt
-from vllm_echo.acceptance import KINDS
 from vllm_echo.calibration.collect import Piece, WorkFolder, collect, plan_pieces
+from vllm_echo.core.acceptance import KINDS
+from vllm_echo.core.trace import DraftTrace
 from vllm_echo.errors import EchoError
-from vllm_echo.trace import DraftTrace
 
 QUESTIONS = [f"question {i}" for i in range(7)]
 INPUTS = {"model": "a", "draft": "b", "max_depth": 3, "seed": 0}

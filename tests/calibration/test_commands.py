@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.calibration.kit import CURVE, FakeEngine, never, platt
-from vllm_echo import cli
-from vllm_echo.acceptance import KINDS
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
+from vllm_echo.cli import main as cli
+from vllm_echo.core.acceptance import KINDS
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.policies import make_policy
 from vllm_echo.integration import offline
-from vllm_echo.policies import make_policy
 
 INTERRUPTED = 130
 NUM_PROMPTS = 24

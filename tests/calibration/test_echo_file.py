@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_echo.acceptance import uncalibrated
 from vllm_echo.calibration import echo_file
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
-from vllm_echo.config import EchoConfig
+from vllm_echo.core.acceptance import uncalibrated
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.errors import EchoConfigError, EchoError
 
 values = st.recursive(

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.calibration.kit import CURVE
 from tests.serving import tiny
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
-from vllm_echo.policies import make_policy
-from vllm_echo.trace import DraftTrace
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.policies import make_policy
+from vllm_echo.core.trace import DraftTrace
 
 pytestmark = pytest.mark.timeout(1500)  # starts of an engine, on a machine that does other things
 
@@ -66,7 +66,7 @@ def start(log: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     # Other tests run engines in their own process, with settings for that.
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "vllm_echo.cli", *arguments, *OPTIONS]
+    command = [sys.executable, "-m", "vllm_echo.cli.main", *arguments, *OPTIONS]
     with log.open("wb") as file:
         return subprocess.Popen(
             command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

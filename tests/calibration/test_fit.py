@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.calibration.kit import draft_trace, logit, never, platt, sigmoid
-from vllm_echo.acceptance import PRICES, AcceptanceModel, Calibration
 from vllm_echo.calibration import fit
-from vllm_echo.trace import DraftTrace
+from vllm_echo.core.acceptance import PRICES, AcceptanceModel, Calibration
+from vllm_echo.core.trace import DraftTrace
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 MAX_NODES = 8

@@ -19,10 +19,10 @@ from vllm_echo.calibration import fit
 from vllm_echo.calibration.calibrate_command import gate_costs, split_requests
 from vllm_echo.calibration.fit import GateCosts, LayerTable, Outcome
 from vllm_echo.calibration.report import CalibrationReport, plot_confidences
-from vllm_echo.config import DEFAULT_ROOT_THRESHOLD, DEFAULT_TARGET_THRESHOLD, EchoConfig, Gate
-from vllm_echo.cost import CostCurve, Line
-from vllm_echo.trace import DraftTrace
-from vllm_echo.tree import ROOT
+from vllm_echo.core.config import DEFAULT_ROOT_THRESHOLD, DEFAULT_TARGET_THRESHOLD, EchoConfig, Gate
+from vllm_echo.core.cost import CostCurve, Line
+from vllm_echo.core.trace import DraftTrace
+from vllm_echo.core.tree import ROOT
 
 COSTS = GateCosts()
 DEAR = GateCosts(node=0.3, layer=0.3)

@@ -21,8 +21,8 @@ from vllm_echo.calibration.profile import (
     take_measurements,
     whole_steps,
 )
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import CostCurve, Line, StepLoad
 
 LONG = 1024
 

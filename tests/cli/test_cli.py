@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_echo import cli, demo_command, doctor
+from vllm_echo.cli import demo, doctor
+from vllm_echo.cli import main as cli
 from vllm_echo.demo import convert
 from vllm_echo.integration.compat import VLLM_VERSION
 from vllm_echo.integration.patch_set import load_patch_set
@@ -48,7 +49,7 @@ def write_metadata(root: Path, version: str) -> None:
 
 def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = dict(os.environ) | ({"PYTHONPATH": str(path)} if path else {})
-    command = [sys.executable, "-m", "vllm_echo.cli", *arguments]
+    command = [sys.executable, "-m", "vllm_echo.cli.main", *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
@@ -89,7 +90,8 @@ def test_errors_are_one_line_on_stderr(site_packages: Path) -> None:
 
 def test_the_command_starts_without_torch_and_vllm() -> None:
     code = (
-        "import sys; from vllm_echo import cli, config; cli.build_parser();"
+        "import sys; from vllm_echo.cli import main; from vllm_echo.core import config;"
+        "main.build_parser();"
         "from vllm_echo.integration import doors, patching; patching.find_installation();"
         "print(sorted({'torch', 'vllm', 'numpy', 'transformers'} & set(sys.modules)))"
     )
@@ -115,8 +117,8 @@ def test_demo_prints_one_line_of_json_and_keeps_an_edited_config(
     assert cli.main(["demo", "--dir", str(tmp_path)]) == 0
     pair = json.loads(capsys.readouterr().out)
     assert pair == {
-        "model": str(tmp_path / demo_command.MODEL_NAME),
-        "draft": str(demo_command.HEAD_DIR),
+        "model": str(tmp_path / demo.MODEL_NAME),
+        "draft": str(demo.HEAD_DIR),
         "speculative_config": str(tmp_path / "echo.json"),
     }
     config = json.loads((tmp_path / "echo.json").read_text())
@@ -136,14 +138,14 @@ def test_demo_serves_the_head_of_its_own_checkout(
 ) -> None:
     """echo.json lies in the user's cache, where another checkout may have left it."""
     monkeypatch.setattr(convert, "prepare_model", lambda folder: folder)
-    other = tmp_path.joinpath("other", *demo_command.HEAD_DIR.parts[-3:])
+    other = tmp_path.joinpath("other", *demo.HEAD_DIR.parts[-3:])
     other.mkdir(parents=True)
     (other / "config.json").write_text("{}")
     config = tmp_path / "echo.json"
     config.write_text(json.dumps({"method": "echo", "model": str(other), "echo": {"k_max": 3}}))
     assert cli.main(["demo", "--dir", str(tmp_path)]) == 0
     written = json.loads(config.read_text())
-    assert written["model"] == str(demo_command.HEAD_DIR)
+    assert written["model"] == str(demo.HEAD_DIR)
     assert written["echo"] == {"k_max": 3}
 
 
@@ -152,7 +154,7 @@ def test_demo_errors_are_messages(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--dir", str(tmp_path / "file")]) == cli.EXIT_ERROR
-    monkeypatch.setattr(demo_command, "HEAD_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr(demo, "HEAD_DIR", tmp_path / "nowhere")
     assert cli.main(["demo", "--dir", str(tmp_path)]) == cli.EXIT_ERROR
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("vllm-echo: error: demo") for line in lines if "error" in line)
@@ -160,9 +162,9 @@ def test_demo_errors_are_messages(
 
 
 def test_the_demo_config_is_valid() -> None:
-    from vllm_echo.config import EchoConfig
+    from vllm_echo.core.config import EchoConfig
 
-    raw = {"method": "echo", "model": "head"} | demo_command.demo_options()
+    raw = {"method": "echo", "model": "head"} | demo.demo_options()
     config = EchoConfig.from_speculative_config(raw)
     assert (config.policy, config.k_max) == ("goodput", "auto")
     assert config.calibration is not None and config.gates
@@ -204,7 +206,7 @@ def test_doctor_prints_a_remedy_below_its_problem(
 
 def test_a_reader_of_the_first_lines_only_is_no_error() -> None:
     """`vllm-echo doctor | head -0`: catches a traceback."""
-    command = [sys.executable, "-m", "vllm_echo.cli", "patch", "status", "--json"]
+    command = [sys.executable, "-m", "vllm_echo.cli.main", "patch", "status", "--json"]
     read, write = os.pipe()
     os.close(read)
     try:

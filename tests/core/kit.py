@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from vllm_echo.pack import pack_trees
+from vllm_echo.core.pack import pack_trees
+from vllm_echo.core.tree import BITS_PER_WORD, AcceptedPaths, DraftTrees, SuperTree
 from vllm_echo.reference.schedule import ROOT, Node
-from vllm_echo.tree import BITS_PER_WORD, AcceptedPaths, DraftTrees, SuperTree
 
 CPU = torch.device("cpu")
 # Around every word of the ancestor bits, and the most that one request may have.

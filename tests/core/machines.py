@@ -3,8 +3,8 @@
 
 import random
 
-from vllm_echo.acceptance import AcceptanceModel, Calibration, uncalibrated
-from vllm_echo.cost import CostCurve, Line
+from vllm_echo.core.acceptance import AcceptanceModel, Calibration, uncalibrated
+from vllm_echo.core.cost import CostCurve, Line
 
 FREE = CostCurve(((1, 20.0),), *[Line(0.0, 0.0)] * 4)
 """A machine on which nodes and drafting cost nothing."""

@@ -7,7 +7,7 @@ import random
 
 from tests.core.kit import as_lists
 from tests.core.steps import decide, random_step
-from vllm_echo.config import POLICIES
+from vllm_echo.core.config import POLICIES
 
 
 def digests_of_decisions() -> dict[str, str]:

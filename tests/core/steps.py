@@ -10,15 +10,15 @@ import torch
 
 from tests.core.kit import CPU, bits_of
 from tests.core.machines import random_calibration, random_curve
-from vllm_echo.budget import Offer
-from vllm_echo.config import MAX_NODES_PER_STEP, POLICIES, EchoConfig, Gate
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import DraftBatch, Frontier
-from vllm_echo.pipeline import EchoPipeline
-from vllm_echo.policies import Growth, Policy, make_policy
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import MAX_NODES_PER_STEP, POLICIES, EchoConfig, Gate
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import DraftBatch, Frontier
+from vllm_echo.core.pipeline import EchoPipeline
+from vllm_echo.core.policies import Growth, Policy, make_policy
+from vllm_echo.core.tree import CandidateTrees, DraftTrees
 from vllm_echo.reference.draft import Children, Limits, path_to
 from vllm_echo.reference.schedule import Node, to_float32
-from vllm_echo.tree import CandidateTrees, DraftTrees
 
 VOCAB = 30
 MAX_CHILDREN = 8
@@ -85,7 +85,7 @@ class _ForwardRow:
 
 
 class TableHead:
-    """``vllm_echo.draft.DraftHead`` over a table. It follows each frontier back through
+    """``vllm_echo.core.draft.DraftHead`` over a table. It follows each frontier back through
     ``parent_rows``, as a head that feeds hidden states back does, and checks positions, draft
     slots and masks on the way; ``forwards`` lists the requests of every forward."""
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.core.kit import SIZES, Tally, pack_nodes, path_lists, random_tree, row_paths
-from vllm_echo.accept import accept_given, walk_paths
+from vllm_echo.core.accept import accept_given, walk_paths
+from vllm_echo.core.tree import AcceptedPaths, SuperTree
 from vllm_echo.reference.accept import accept_one
 from vllm_echo.reference.schedule import Node
-from vllm_echo.tree import AcceptedPaths, SuperTree
 
 VOCAB = 40
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.kit import randoms
+from vllm_echo.core.schedule import best_paying
+from vllm_echo.core.tree import CandidateTrees
 from vllm_echo.reference import schedule as reference
 from vllm_echo.reference.schedule import to_float32
-from vllm_echo.schedule import best_paying
-from vllm_echo.tree import CandidateTrees
 
 many = settings(max_examples=150, deadline=None, derandomize=True)
 Rows = Sequence[Sequence[float]]

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import vllm_echo.budget as budget_module
+import vllm_echo.core.budget as budget_module
 from tests.core.kit import randoms
 from tests.core.machines import FREE, MACHINE, random_curve
-from vllm_echo.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
-from vllm_echo.budget import LEAST_GAIN, NOTHING, ElasticBudget, Offer
-from vllm_echo.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
+from vllm_echo.core.budget import LEAST_GAIN, NOTHING, ElasticBudget, Offer
+from vllm_echo.core.cost import CostCurve, Line, StepLoad
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
 NO_CAP = 1 << 20

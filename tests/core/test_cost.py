@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.kit import randoms
 from tests.core.machines import random_curve
-from vllm_echo.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.cost import CostCurve, Line, StepLoad
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 NOTHING = [Line(0.0, 0.0)] * 4

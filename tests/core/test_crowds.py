@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.core.kit import as_lists, nodes_as_lists
 from tests.core.steps import BY_DRAFT, GATED, UNLIMITED, Step, decide, random_step, scored_children
-from vllm_echo.config import POLICIES
+from vllm_echo.core.config import POLICIES
 from vllm_echo.reference import draft as reference
 
 few = settings(max_examples=40, deadline=None, derandomize=True)

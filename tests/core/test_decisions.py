@@ -20,9 +20,9 @@ from tests.core.steps import (
     random_step,
     scored_children,
 )
-from vllm_echo.budget import Offer
-from vllm_echo.config import POLICIES, EchoConfig
-from vllm_echo.pipeline import EchoPipeline
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import POLICIES, EchoConfig
+from vllm_echo.core.pipeline import EchoPipeline
 from vllm_echo.reference import draft as reference
 from vllm_echo.reference.draft import Limits
 

@@ -11,13 +11,13 @@ import torch
 from tests.core.kit import CPU, Tally, path_lists, row_paths
 from tests.core.machines import MACHINE
 from tests.core.steps import TableHead, draft_batch
-from vllm_echo.accept import accept_given, walk_paths
-from vllm_echo.config import POLICIES, EchoConfig, Gate
-from vllm_echo.cost import StepLoad
-from vllm_echo.pipeline import EchoPipeline
+from vllm_echo.core.accept import accept_given, walk_paths
+from vllm_echo.core.config import POLICIES, EchoConfig, Gate
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.pipeline import EchoPipeline
+from vllm_echo.core.tree import DraftTrees, SuperTree
 from vllm_echo.reference.draft import Limits
 from vllm_echo.reference.schedule import to_float32
-from vllm_echo.tree import DraftTrees, SuperTree
 
 VOCAB = 12
 NUM_REQUESTS = 5

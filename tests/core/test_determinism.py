@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.core.print_decisions import digests_of_decisions
-from vllm_echo.config import POLICIES
+from vllm_echo.core.config import POLICIES
 
 ROOT_FOLDER = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.core.kit import as_lists, randoms
 from tests.core.machines import FREE
 from tests.core.steps import BY_DRAFT, UNLIMITED, Step, decide, random_step
-from vllm_echo.budget import Offer
-from vllm_echo.config import POLICIES, EchoConfig
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import POLICIES, EchoConfig
 from vllm_echo.reference.draft import Limits
 
 # derandomize: the same examples in every run, so that a failure is nobody's bad luck.

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.core.kit import as_lists, randoms
 from tests.core.machines import FREE, MACHINE
 from tests.core.steps import UNLIMITED, Step, decide, random_step
-from vllm_echo.acceptance import AcceptanceModel, Calibration, uncalibrated
-from vllm_echo.budget import Offer
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import Line, StepLoad
-from vllm_echo.policies import Growth, make_policy
+from vllm_echo.core.acceptance import AcceptanceModel, Calibration, uncalibrated
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import Line, StepLoad
+from vllm_echo.core.policies import Growth, make_policy
 from vllm_echo.reference.draft import Limits
 
 many = settings(max_examples=150, deadline=None, derandomize=True)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.core.kit import as_lists, nodes_as_lists, randoms
 from vllm_echo import ops
-from vllm_echo.gate import SparseGates
+from vllm_echo.core.gate import SparseGates
+from vllm_echo.core.schedule import rank_candidates, share_evenly, take_leading
+from vllm_echo.core.tree import CandidateTrees
 from vllm_echo.reference import schedule as reference
 from vllm_echo.reference.schedule import ROOT, Node, probability, to_float32
-from vllm_echo.schedule import rank_candidates, share_evenly, take_leading
-from vllm_echo.tree import CandidateTrees
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 budgets = st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40, 2**31 - 1])

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.core.kit import draft_trees
-from vllm_echo.accept import walk_paths
-from vllm_echo.pack import pack_trees
+from vllm_echo.core.accept import walk_paths
+from vllm_echo.core.pack import pack_trees
+from vllm_echo.core.tree import DraftTrees
 from vllm_echo.reference.draft import path_to
 from vllm_echo.reference.schedule import Node
-from vllm_echo.tree import DraftTrees
 
 FALSE_ALARM = 1e-4
 NUM_SAMPLES = 20_000

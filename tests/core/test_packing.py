@@ -16,12 +16,12 @@ from tests.core.kit import (
     pack_nodes,
     random_tree,
 )
-from vllm_echo.pack import pack_roots, pack_trees
+from vllm_echo.core.pack import pack_roots, pack_trees
+from vllm_echo.core.schedule import rank_candidates, take_leading
+from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable, num_words
 from vllm_echo.reference import pack as reference
 from vllm_echo.reference.schedule import Node
 from vllm_echo.reference.schedule import take_best as reference_take_best
-from vllm_echo.schedule import rank_candidates, take_leading
-from vllm_echo.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable, num_words
 
 SHAPES = ["any", "chain", "wide"]
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.core.kit import as_lists
 from tests.core.machines import MACHINE
 from tests.core.steps import BY_DRAFT, GATED, UNLIMITED, Step, decide
-from vllm_echo.acceptance import uncalibrated
-from vllm_echo.budget import NOTHING, ElasticBudget, Offer
-from vllm_echo.config import MAX_NODES_PER_STEP, EchoConfig, Gate
-from vllm_echo.cost import StepLoad
-from vllm_echo.policies import _frontier_widths, make_policy
+from vllm_echo.core.acceptance import uncalibrated
+from vllm_echo.core.budget import NOTHING, ElasticBudget, Offer
+from vllm_echo.core.config import MAX_NODES_PER_STEP, EchoConfig, Gate
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.policies import _frontier_widths, make_policy
 from vllm_echo.reference import draft as reference
 from vllm_echo.reference.draft import Limits
 from vllm_echo.reference.schedule import to_float32

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from tests.core.kit import as_lists, randoms
 from tests.core.steps import UNLIMITED, Step, decide, random_step
-from vllm_echo.config import EchoConfig, Gate
+from vllm_echo.core.config import EchoConfig, Gate
 from vllm_echo.reference import draft as reference
 
 many = settings(max_examples=60, deadline=None, derandomize=True)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from tests.core.kit import as_lists, randoms
 from tests.core.steps import GATED, Decision, Step, TableHead, decide, draft_batch, random_step
 from vllm_echo import ops
-from vllm_echo.budget import Offer
-from vllm_echo.draft import grow_trees
-from vllm_echo.policies import ElasticPolicy, make_recording_policy
-from vllm_echo.tree import CandidateTrees, DraftTrees
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.draft import grow_trees
+from vllm_echo.core.policies import ElasticPolicy, make_recording_policy
+from vllm_echo.core.tree import CandidateTrees, DraftTrees
 
 
 def drafted_in_full(step: Step) -> CandidateTrees:

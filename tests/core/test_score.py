@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.core.kit import randoms
 from tests.core.machines import random_calibration
-from vllm_echo.acceptance import AcceptanceModel, Calibration, uncalibrated
+from vllm_echo.core.acceptance import AcceptanceModel, Calibration, uncalibrated
+from vllm_echo.core.score import CalibratedScores
 from vllm_echo.reference.score import child_score
-from vllm_echo.score import CalibratedScores
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 log_probs = st.floats(-120, 0, width=32)

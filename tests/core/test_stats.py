@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from tests.core.kit import draft_trees, random_tree, random_walk
-from vllm_echo.budget import Offer
-from vllm_echo.config import EchoConfig, Gate
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import DraftBatch, Frontier
-from vllm_echo.pack import pack_roots, pack_trees
-from vllm_echo.pipeline import EchoPipeline, Proposal
-from vllm_echo.stats import StepStats, nodes_moved
-from vllm_echo.tree import AcceptedPaths, DraftTrees, SuperTree
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import EchoConfig, Gate
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import DraftBatch, Frontier
+from vllm_echo.core.pack import pack_roots, pack_trees
+from vllm_echo.core.pipeline import EchoPipeline, Proposal
+from vllm_echo.core.stats import StepStats, nodes_moved
+from vllm_echo.core.tree import AcceptedPaths, DraftTrees, SuperTree
 
 CPU = torch.device("cpu")
 SEEDS = range(40)
 
 
 class RandomHead:
-    """``vllm_echo.draft.DraftHead`` whose children are any tokens with falling probabilities;
+    """``vllm_echo.core.draft.DraftHead`` whose children are any tokens with falling probabilities;
     some are no numbers."""
 
     def __init__(self, num_requests: int, seed: int):

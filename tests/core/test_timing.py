@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from tests.heard import heard
-from vllm_echo.timing import STAGE_TIMES_ENV, WRITE_EVERY, StageTimer, spread
+from vllm_echo.core.timing import STAGE_TIMES_ENV, WRITE_EVERY, StageTimer, spread
 
 
 def run_steps(timer: StageTimer, count: int) -> None:
@@ -31,7 +31,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(tmp_path: P
     """Catches a server that dies of its own stop-watch, twenty steps after the start."""
     path = tmp_path / "no such folder" / "stages.json"
     timer = StageTimer(path)
-    with heard("vllm.vllm_echo.timing", logging.WARNING) as lines:
+    with heard("vllm.vllm_echo.core.timing", logging.WARNING) as lines:
         run_steps(timer, 3 * WRITE_EVERY)
     (line,) = lines
     assert STAGE_TIMES_ENV in line and str(path) in line

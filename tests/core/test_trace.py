@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from tests.core.kit import randoms
 from tests.core.traces import as_roots, assert_same, random_trace
+from vllm_echo.core.trace import UNKNOWN, DraftTrace
 from vllm_echo.reference import trace as reference
-from vllm_echo.trace import UNKNOWN, DraftTrace
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -8,14 +8,14 @@ import pytest
 
 from tests.core.steps import TableHead, draft_batch, random_children
 from tests.core.traces import as_roots
-from vllm_echo.config import EchoConfig, Gate
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import grow_trees
-from vllm_echo.policies import TreeShape, make_recording_policy
+from vllm_echo.core.config import EchoConfig, Gate
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import grow_trees
+from vllm_echo.core.policies import TreeShape, make_recording_policy
+from vllm_echo.core.trace import UNKNOWN, DraftTrace, TraceRecorder
+from vllm_echo.core.tree import CandidateTrees
 from vllm_echo.reference import trace as reference
 from vllm_echo.reference.draft import Limits
-from vllm_echo.trace import UNKNOWN, DraftTrace, TraceRecorder
-from vllm_echo.tree import CandidateTrees
 
 CONFIG = EchoConfig(
     policy="echo",

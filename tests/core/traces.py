@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import numpy as np
 
+from vllm_echo.core.trace import DraftTrace
 from vllm_echo.reference import trace as reference
 from vllm_echo.reference.schedule import ROOT, Node
-from vllm_echo.trace import DraftTrace
 
 VOCAB = 3  # so small that paths are accepted often
 

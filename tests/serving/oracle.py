@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_echo.draft import Frontier
+from vllm_echo.core.draft import Frontier
 
 
 class OracleHead:

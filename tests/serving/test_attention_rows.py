@@ -10,11 +10,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.serving.harness import Engine, echo_engine, random_prompts
 from tests.serving.test_identity import expect_identity, greedy
+from vllm_echo.core.tree import SuperTree
 from vllm_echo.integration.cpu.attention import (
     EchoAttentionMetadata,
     EchoCPUAttentionMetadataBuilder,
 )
-from vllm_echo.tree import SuperTree
 
 Built = tuple[SuperTree, torch.Tensor, CPUAttentionMetadata]
 """The super-tree of a step, [R] rows of its requests, and what the builder made of them."""

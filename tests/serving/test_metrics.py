@@ -21,7 +21,7 @@ from tests.heard import heard
 from tests.serving.harness import Engine, echo_engine, plain_engine, random_prompts, truths_of
 from tests.serving.scrape import ECHO, VLLM, Metrics, scrape
 from tests.serving.test_server import free_port, wait_until_up
-from vllm_echo.config import EchoConfig
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.integration.metrics import gates_asked
 
 NUM_NODES = 8

@@ -13,7 +13,7 @@ from tests.heard import heard
 from tests.serving.harness import Engine, echo_engine, random_prompts
 from tests.serving.test_identity import greedy
 from tests.serving.test_running_options import PROFILE
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.cost import CostCurve
 from vllm_echo.integration.cpu import quick_profile
 from vllm_echo.integration.cpu.quick_profile import QuickProfile, settle_profile
 from vllm_echo.integration.profile_store import profile_path

@@ -15,10 +15,10 @@ from vllm import SamplingParams
 from tests.core.steps import GATED
 from tests.serving.harness import Engine, echo_engine, random_prompts, token_ids, truths_of
 from tests.serving.test_identity import greedy
-from vllm_echo.cost import StepLoad
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.trace import UNKNOWN, DraftTrace
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.cpu.planner import _next_load
-from vllm_echo.trace import UNKNOWN, DraftTrace
 
 NUM_TOKENS = 24
 PROFILE = {

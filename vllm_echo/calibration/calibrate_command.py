@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.acceptance import KINDS, AcceptanceModel, Calibration
 from vllm_echo.cache import fingerprint
 from vllm_echo.calibration import fit
 from vllm_echo.calibration.collect import Piece, WorkFolder, collect, plan_pieces
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
 from vllm_echo.calibration.prompts import read_prompts
 from vllm_echo.calibration.report import CalibrationReport, plot_confidences
-from vllm_echo.config import (
+from vllm_echo.core.acceptance import KINDS, AcceptanceModel, Calibration
+from vllm_echo.core.config import (
     AUTO,
     DEFAULT_GATES,
     MAX_NODES_PER_REQUEST,
@@ -22,9 +22,9 @@ from vllm_echo.config import (
     Gate,
     default_policy,
 )
-from vllm_echo.cost import CostCurve, StepLoad
+from vllm_echo.core.cost import CostCurve, StepLoad
+from vllm_echo.core.trace import DraftTrace
 from vllm_echo.errors import EchoError
-from vllm_echo.trace import DraftTrace
 
 HELD_OUT_EVERY = 4
 """Every fourth request checks the fit and takes no part in it."""

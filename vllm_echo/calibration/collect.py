@@ -15,10 +15,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.acceptance import KINDS
 from vllm_echo.cache import fingerprint
+from vllm_echo.core.acceptance import KINDS
+from vllm_echo.core.trace import DraftTrace
 from vllm_echo.errors import EchoError
-from vllm_echo.trace import DraftTrace
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.config import METHOD, EchoConfig, normalise_keys
-from vllm_echo.config_file import parse_speculative_config
+from vllm_echo.core.config import METHOD, EchoConfig, normalise_keys
+from vllm_echo.core.config_file import parse_speculative_config
 from vllm_echo.errors import EchoConfigError, EchoError
 
 

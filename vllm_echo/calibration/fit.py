@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_echo.acceptance import PRICES, AcceptanceModel, SupplyPoint
-from vllm_echo.config import DEFAULT_ROOT_THRESHOLD, DEFAULT_TARGET_THRESHOLD, Gate
-from vllm_echo.trace import DraftTrace
-from vllm_echo.tree import ROOT
+from vllm_echo.core.acceptance import PRICES, AcceptanceModel, SupplyPoint
+from vllm_echo.core.config import DEFAULT_ROOT_THRESHOLD, DEFAULT_TARGET_THRESHOLD, Gate
+from vllm_echo.core.trace import DraftTrace
+from vllm_echo.core.tree import ROOT
 
 MIN_SAMPLES = 50
 """Of each class, below which a depth is not judged."""

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from vllm_echo.cost import CostCurve, Line
+from vllm_echo.core.cost import CostCurve, Line
+from vllm_echo.core.timing import spread
 from vllm_echo.errors import EchoError
-from vllm_echo.timing import spread
 
 STEPS = 16
 """Decoding steps of one run, at least."""

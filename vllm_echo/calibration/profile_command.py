@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.acceptance import uncalibrated
-from vllm_echo.budget import ElasticBudget
 from vllm_echo.calibration.echo_file import check_writable, read_echo_file, write_echo_file
 from vllm_echo.calibration.profile import LONG_CONTEXT, STEPS, Measurements, take_measurements
-from vllm_echo.config import AUTO, EchoConfig
-from vllm_echo.cost import CostCurve, StepLoad
-from vllm_echo.timing import NOISY
+from vllm_echo.core.acceptance import uncalibrated
+from vllm_echo.core.budget import ElasticBudget
+from vllm_echo.core.config import AUTO, EchoConfig
+from vllm_echo.core.cost import CostCurve, StepLoad
+from vllm_echo.core.timing import NOISY
 
 
 @dataclass(frozen=True)

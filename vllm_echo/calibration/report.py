@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_echo.calibration.fit import DepthStatistics, GateCosts, LayerTable, Outcome
-from vllm_echo.config import Gate
+from vllm_echo.core.config import Gate
 
 
 @dataclass

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_echo.config import (
+from vllm_echo.core.config import (
     METHOD,
     VLLM_KEYS,
     EchoConfig,

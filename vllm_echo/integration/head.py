@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_echo.config import EchoConfig
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.compat import (
     AMBIGUOUS_ARCHITECTURES,

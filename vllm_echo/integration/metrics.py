@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of ``vllm_echo.stats`` as Prometheus metrics, and as a line of vLLM's periodic log.
+"""The counts of ``core.stats`` as Prometheus metrics, and as a line of vLLM's periodic log.
 
 Both are fed by vLLM's own stat loggers (patches/), in the front-end's process. docs/metrics.md
 says what each metric counts.
@@ -12,9 +12,9 @@ from typing import Any
 
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_echo.config import EchoConfig
-from vllm_echo.policies import ElasticPolicy, make_policy
-from vllm_echo.stats import StepStats
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.policies import ElasticPolicy, make_policy
+from vllm_echo.core.stats import StepStats
 
 PREFIX = "vllm:spec_decode_echo_"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from vllm_echo.config import METHOD
-from vllm_echo.trace import DraftTrace
+from vllm_echo.core.config import METHOD
+from vllm_echo.core.trace import DraftTrace
 
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",

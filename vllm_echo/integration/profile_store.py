@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_echo.cache import cache_dir, fingerprint
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.cost import CostCurve
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.version import __version__
 

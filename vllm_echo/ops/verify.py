@@ -50,7 +50,7 @@ def pack_trees(
 
     Returns:
         cu_rows [R + 1] int32, tokens, parents, depths [T] int32, ancestors [T, W] int64,
-        as ``vllm_echo.tree.SuperTree`` has them; W words hold the largest tree, or, with
+        as ``vllm_echo.core.tree.SuperTree`` has them; W words hold the largest tree, or, with
         ``max_rows``, a tree of N nodes.
 
     ValueError: a count out of range, or a parent that is not before its node.

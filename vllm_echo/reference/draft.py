@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_echo.acceptance import uncalibrated
-from vllm_echo.budget import Offer
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
+from vllm_echo.core.acceptance import uncalibrated
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
 from vllm_echo.reference.schedule import (
     ROOT,
     Node,

@@ -3,7 +3,7 @@
 
 import math
 
-from vllm_echo.acceptance import AcceptanceModel
+from vllm_echo.core.acceptance import AcceptanceModel
 
 
 def child_score(model: AcceptanceModel, depth: int, log_prob: float) -> float:

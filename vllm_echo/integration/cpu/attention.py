@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_echo import ops
+from vllm_echo.core.tree import SuperTree
 from vllm_echo.errors import EchoError
-from vllm_echo.tree import SuperTree
 
 READABLE_ISAS = ("vec", "vec16")
 """vLLM's cache layouts that our kernels read; other instruction sets pack it differently."""

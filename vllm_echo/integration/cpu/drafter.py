@@ -10,7 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_echo.draft import Frontier
+from vllm_echo.core.draft import Frontier
 from vllm_echo.errors import EchoError
 from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
 from vllm_echo.integration.cpu.kv_writer import CHUNK, KvWriter
@@ -215,7 +215,7 @@ class EchoDrafter(EagleProposer):
 
 
 class EagleDraftHead:
-    """``vllm_echo.draft.DraftHead`` for one step, over R requests being drafted for."""
+    """``vllm_echo.core.draft.DraftHead`` for one step, over R requests being drafted for."""
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 
-from vllm_echo.budget import NOTHING, Offer
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import DraftBatch
+from vllm_echo.core.budget import NOTHING, Offer
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import DraftBatch
 
 if TYPE_CHECKING:
     from vllm_echo.integration.cpu.runner import EchoCPUModelRunner

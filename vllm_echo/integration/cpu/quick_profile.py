@@ -18,12 +18,12 @@ from unittest.mock import patch
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_echo.cost import CostCurve, Line
+from vllm_echo.core.cost import CostCurve, Line
+from vllm_echo.core.timing import NOISY, spread
 from vllm_echo.integration.cpu.attention import TreeRows
 from vllm_echo.integration.cpu.drafter import HeadRows
 from vllm_echo.integration.log import echo_logger
 from vllm_echo.integration.profile_store import load_profile, profile_path, store_profile
-from vllm_echo.timing import NOISY, spread
 
 if TYPE_CHECKING:
     from vllm_echo.integration.cpu.runner import EchoCPUModelRunner

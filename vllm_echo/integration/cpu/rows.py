@@ -8,7 +8,7 @@ its work.
 import numpy as np
 import torch
 
-from vllm_echo.tree import AcceptedPaths, SuperTree
+from vllm_echo.core.tree import AcceptedPaths, SuperTree
 
 
 def as_rows(drafts: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:

@@ -28,9 +28,16 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_echo.commit import commit_paths
-from vllm_echo.config import EchoConfig
-from vllm_echo.draft import DraftHead
+from vllm_echo.core.commit import commit_paths
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.draft import DraftHead
+from vllm_echo.core.pack import pack_roots
+from vllm_echo.core.pipeline import EchoPipeline, Proposal
+from vllm_echo.core.policies import make_recording_policy
+from vllm_echo.core.stats import StepStats
+from vllm_echo.core.timing import StageTimer
+from vllm_echo.core.trace import TraceRecorder
+from vllm_echo.core.tree import CandidateTrees, SuperTree
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.cpu.attention import (
     EchoCPUAttentionMetadataBuilder,
@@ -42,13 +49,6 @@ from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
 from vllm_echo.integration.log import echo_logger
-from vllm_echo.pack import pack_roots
-from vllm_echo.pipeline import EchoPipeline, Proposal
-from vllm_echo.policies import make_recording_policy
-from vllm_echo.stats import StepStats
-from vllm_echo.timing import StageTimer
-from vllm_echo.trace import TraceRecorder
-from vllm_echo.tree import CandidateTrees, SuperTree
 
 logger = echo_logger(__name__)
 

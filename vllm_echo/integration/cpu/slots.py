@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_echo.tree import TreeTable
+from vllm_echo.core.tree import TreeTable
 
 
 class SlotPool:

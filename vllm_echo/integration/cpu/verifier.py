@@ -17,9 +17,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_echo.accept import accept_greedy, walk_paths
-from vllm_echo.pack import pack_trees
-from vllm_echo.tree import AcceptedPaths, DraftTrees, SuperTree
+from vllm_echo.core.accept import accept_greedy, walk_paths
+from vllm_echo.core.pack import pack_trees
+from vllm_echo.core.tree import AcceptedPaths, DraftTrees, SuperTree
 
 
 @dataclass
@@ -116,7 +116,7 @@ class _SamplerWalk:
             del history[length:]
 
     def sample(self, requests: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``vllm_echo.accept.SampleRows``: one draw for each request in ``requests``."""
+        """``vllm_echo.core.accept.SampleRows``: one draw for each request in ``requests``."""
         first = not self._levels
         if first:
             output = self._sampler(

@@ -37,7 +37,7 @@ class EchoCPUWorker(cpu_worker.CPUWorker):
         return self.model_runner.set_options(options)
 
     def start_echo_recording(self) -> None:
-        """For ``collective_rpc``: keep a draft trace from now on (``vllm_echo.trace``)."""
+        """For ``collective_rpc``: keep a draft trace from now on (``vllm_echo.core.trace``)."""
         self.model_runner.start_recording()
 
     def take_echo_recording(self) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.checks import check_type, kind
+from vllm_echo.core.checks import check_type, kind
 from vllm_echo.errors import EchoConfigError
 
 METHOD = "echo"

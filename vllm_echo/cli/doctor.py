@@ -134,16 +134,16 @@ def _check_serving() -> list[Check]:
 
 def _check_demo(demo_dir: Path | None) -> list[Check]:
     """The demo is a convenience: without it echo serves other models all the same."""
-    from vllm_echo import demo_command
+    from vllm_echo.cli import demo
     from vllm_echo.demo.convert import is_complete
 
     checks = []
     try:
-        demo_command.check_head_files()
-        checks.append(Check("demo_head", True, str(demo_command.HEAD_DIR), required=False))
+        demo.check_head_files()
+        checks.append(Check("demo_head", True, str(demo.HEAD_DIR), required=False))
     except EchoError as error:
         checks.append(Check("demo_head", False, "missing", str(error), required=False))
-    model = (demo_dir or demo_command.default_dir()).expanduser() / demo_command.MODEL_NAME
+    model = (demo_dir or demo.default_dir()).expanduser() / demo.MODEL_NAME
     complete = is_complete(model)
     detail = str(model) if complete else f"not in {model.parent}"
     remedy = "" if complete else "run `vllm-echo demo`"

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_echo.policies import TreeShape
-from vllm_echo.tree import ROOT, CandidateTrees
+from vllm_echo.core.policies import TreeShape
+from vllm_echo.core.tree import ROOT, CandidateTrees
 
 UNKNOWN = -1
 """A continuation's token that was not seen: the output ended."""

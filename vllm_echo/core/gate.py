@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage *gate*: may a request go deeper? (arXiv:2604.09603, sparse confidence gates.)"""
 
-from vllm_echo.config import EchoConfig
+from vllm_echo.core.config import EchoConfig
 
 
 class SparseGates:

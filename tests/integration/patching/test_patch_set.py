@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patching.conftest import contents
+from tests.integration.patching.conftest import contents
 from vllm_echo.errors import EchoPatchError
 from vllm_echo.integration import doors
 from vllm_echo.integration.patch_set import PATCHES_DIR, PatchSet, load_patch_set, sha256

@@ -233,13 +233,13 @@ def _patch_status(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from vllm_echo.doctor import run_doctor
+    from vllm_echo.cli.doctor import run_doctor
 
     return run_doctor(args.dir, as_json=args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from vllm_echo.demo_command import run_demo
+    from vllm_echo.cli.demo import run_demo
 
     return run_demo(args.dir)
 

@@ -15,7 +15,7 @@ score, which are always closed under parents. The published pseudo-code can over
 import torch
 
 from vllm_echo import ops
-from vllm_echo.tree import CandidateTrees, DraftTrees
+from vllm_echo.core.tree import CandidateTrees, DraftTrees
 
 
 def best_paying(

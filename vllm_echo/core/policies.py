@@ -21,14 +21,14 @@ from functools import cached_property
 import torch
 
 from vllm_echo import ops
-from vllm_echo.acceptance import uncalibrated
-from vllm_echo.budget import NOTHING, ElasticBudget, Offer
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
-from vllm_echo.gate import SparseGates
-from vllm_echo.schedule import best_paying, share_evenly
-from vllm_echo.score import CalibratedScores
-from vllm_echo.tree import BITS_PER_WORD, CandidateTrees, num_words
+from vllm_echo.core.acceptance import uncalibrated
+from vllm_echo.core.budget import NOTHING, ElasticBudget, Offer
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.gate import SparseGates
+from vllm_echo.core.schedule import best_paying, share_evenly
+from vllm_echo.core.score import CalibratedScores
+from vllm_echo.core.tree import BITS_PER_WORD, CandidateTrees, num_words
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.config.measured import CALIBRATION, MISSING, PROFILE, changed
-from vllm_echo.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import CostCurve, Line
+from tests.core.measured import CALIBRATION, MISSING, PROFILE, changed
+from vllm_echo.core.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import CostCurve, Line
 from vllm_echo.errors import EchoConfigError
 
 NAN, INF = float("nan"), float("inf")

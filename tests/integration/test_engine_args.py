@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 
-from vllm_echo.config import EchoConfig
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.compat import ECHO_CPU_WORKER, STOCK_CPU_WORKER
 from vllm_echo.integration.doors import (

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_echo.budget import Offer
-from vllm_echo.config import EchoConfig
-from vllm_echo.cost import StepLoad
-from vllm_echo.draft import DraftBatch, DraftHead, grow_trees
-from vllm_echo.pack import pack_trees
-from vllm_echo.policies import Growth, make_policy
-from vllm_echo.schedule import rank_candidates, take_leading
-from vllm_echo.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.config import EchoConfig
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.draft import DraftBatch, DraftHead, grow_trees
+from vllm_echo.core.pack import pack_trees
+from vllm_echo.core.policies import Growth, make_policy
+from vllm_echo.core.schedule import rank_candidates, take_leading
+from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
 
 
 @dataclass

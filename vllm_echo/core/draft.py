@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from vllm_echo import ops
-from vllm_echo.budget import Offer
-from vllm_echo.cost import StepLoad
-from vllm_echo.policies import Growth, Policy, TreeShape
-from vllm_echo.tree import ROOT, CandidateTrees
+from vllm_echo.core.budget import Offer
+from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.policies import Growth, Policy, TreeShape
+from vllm_echo.core.tree import ROOT, CandidateTrees
 
 
 @dataclass

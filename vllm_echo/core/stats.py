@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_echo.pipeline import Proposal
-from vllm_echo.tree import AcceptedPaths, SuperTree
+from vllm_echo.core.pipeline import Proposal
+from vllm_echo.core.tree import AcceptedPaths, SuperTree
 
 
 @dataclass

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.config.measured import CALIBRATION, PROFILE
-from vllm_echo.acceptance import Calibration
-from vllm_echo.config import POLICIES, EchoConfig, Gate, parse_speculative_config
-from vllm_echo.cost import CostCurve
+from tests.core.measured import CALIBRATION, PROFILE
+from vllm_echo.core.acceptance import Calibration
+from vllm_echo.core.config import POLICIES, EchoConfig, Gate, parse_speculative_config
+from vllm_echo.core.cost import CostCurve
 
 BASE: dict[str, Any] = {"method": "echo", "model": "head"}
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from vllm_echo import ops
-from vllm_echo.tree import DraftTrees, SuperTree
+from vllm_echo.core.tree import DraftTrees, SuperTree
 
 
 def pack_trees(trees: DraftTrees) -> SuperTree:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_echo.config import POLICIES, EchoConfig, parse_speculative_config
+from vllm_echo.core.config import POLICIES, EchoConfig, parse_speculative_config
 from vllm_echo.errors import EchoConfigError
 
 BASE: dict[str, Any] = {"method": "echo", "model": "head"}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_echo.checks import check_keys, check_numbers, check_probability, check_type
+from vllm_echo.core.checks import check_keys, check_numbers, check_probability, check_type
 from vllm_echo.errors import EchoConfigError
 
 PRICES = (0.005, 0.01, 0.02, 0.03, *(step / 20 for step in range(1, 20)), 0.975)

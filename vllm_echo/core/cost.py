@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_echo.checks import check_int, check_keys, check_number, check_numbers, check_type
+from vllm_echo.core.checks import check_int, check_keys, check_number, check_numbers, check_type
 from vllm_echo.errors import EchoConfigError
 
 

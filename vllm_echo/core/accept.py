@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_echo import ops
-from vllm_echo.tree import AcceptedPaths, SuperTree
+from vllm_echo.core.tree import AcceptedPaths, SuperTree
 
 SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(requests [M] int64, rows [M] int64 into the super-tree) -> the target's next tokens [M]."""

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_echo.config import METHOD
+from vllm_echo.core.config import METHOD
 from vllm_echo.errors import EchoError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-HEAD_DIR = Path(__file__).resolve().parent / "demo" / "eagle3_head"
+HEAD_DIR = Path(__file__).resolve().parents[1] / "demo" / "eagle3_head"
 HEAD_FILES = ("config.json", "model.safetensors")
 OPTIONS_FILE = HEAD_DIR.parent / "options.json"
 """Everything of the demo's echo.json but method and model; gates and calibration were fitted by

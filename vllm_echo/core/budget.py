@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_echo.acceptance import Calibration, SupplyPoint
-from vllm_echo.config import MAX_NODES_PER_REQUEST
-from vllm_echo.cost import CostCurve, StepLoad
+from vllm_echo.core.acceptance import Calibration, SupplyPoint
+from vllm_echo.core.config import MAX_NODES_PER_REQUEST
+from vllm_echo.core.cost import CostCurve, StepLoad
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ row k of a path lies at or beyond k, so moving in path order never overwrites a 
 import torch
 
 from vllm_echo import ops
-from vllm_echo.tree import AcceptedPaths
+from vllm_echo.core.tree import AcceptedPaths
 
 
 def needs_commit(paths: AcceptedPaths) -> bool:

@@ -4,7 +4,7 @@
 import torch
 
 from vllm_echo import ops
-from vllm_echo.acceptance import Calibration
+from vllm_echo.core.acceptance import Calibration
 
 
 class CalibratedScores:

@@ -34,8 +34,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_echo.acceptance import Calibration
-from vllm_echo.checks import (
+from vllm_echo.core.acceptance import Calibration
+from vllm_echo.core.checks import (
     check_int,
     check_probability,
     check_type,
@@ -44,8 +44,8 @@ from vllm_echo.checks import (
     show,
     unknown_key,
 )
-from vllm_echo.config_file import METHOD, is_echo_request, parse_speculative_config
-from vllm_echo.cost import CostCurve
+from vllm_echo.core.config_file import METHOD, is_echo_request, parse_speculative_config
+from vllm_echo.core.cost import CostCurve
 from vllm_echo.errors import EchoConfigError
 
 __all__ = [
