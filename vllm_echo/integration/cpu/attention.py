@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention in vLLM's CPU backend. A step without candidates stays on vLLM's kernel. In one
-that has some, the rows of the super-tree go to ours, chains and lone roots among them, and prompts
-to vLLM's; each row to exactly one of them."""
+"""Tree attention in vLLM's CPU backend: each row of a step goes to exactly one of two kernels.
 
+Decoding rows go to ours, candidates or not: it is the faster one for them (docs/measurements.md).
+Prompts go to vLLM's. The batch is ordered so that decoding requests come first, and each kernel
+finds its rows side by side: to gather them and to spread the results again, in every layer, would
+cost what the faster kernel saves.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,12 +34,16 @@ MAX_HEAD_SIZE = 256
 """Of ``ops.tree_attention``."""
 
 
+Rows = slice | torch.Tensor
+"""Some of a step's rows: side by side, or [M] int64 indices."""
+
+
 @dataclass
 class TreeRows:
     """Rows of the super-tree, which attend through an ancestor mask: M rows of P requests."""
 
-    rows: torch.Tensor | None
-    """[M] int64 into the step's rows; None when they are all of its rows, in order."""
+    rows: Rows
+    """Where they lie in the step."""
     cu_rows: torch.Tensor
     """[P + 1] int32."""
     context_lens: torch.Tensor
@@ -46,16 +56,16 @@ class TreeRows:
 
 @dataclass
 class CausalRows:
-    """Rows of prompts, moved together for vLLM's kernel."""
+    """Rows of prompts, for vLLM's kernel."""
 
-    rows: torch.Tensor
-    """[C] int64 into the step's rows."""
+    rows: Rows
+    """Where they lie in the step."""
     metadata: CPUAttentionMetadata
 
 
 @dataclass(kw_only=True)
 class EchoAttentionMetadata(CPUAttentionMetadata):
-    """A step with candidates: some of its rows, or all, are tree rows."""
+    """Some of a step's rows, or all, are those of the super-tree."""
 
     tree: TreeRows
     causal: CausalRows | None = None
@@ -90,9 +100,10 @@ class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
             )
         causal = attn_metadata.causal
         if causal is not None:
-            part = torch.empty_like(output[: causal.rows.shape[0]])
-            super().forward(layer, query[causal.rows], key, value, kv_cache, causal.metadata, part)
-            output[causal.rows] = part
+            with _written_to(output, causal.rows) as part:
+                super().forward(
+                    layer, query[causal.rows], key, value, kv_cache, causal.metadata, part
+                )
         self.attend_tree(query, kv_cache, attn_metadata.tree, output)
         return output
 
@@ -100,22 +111,30 @@ class EchoCPUAttentionImpl(CPUAttentionBackendImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, tree: TreeRows, output: torch.Tensor
     ) -> None:
         key_cache, value_cache = split_kv_cache(kv_cache)
-        num_rows = tree.ancestors.shape[0]
-        part = output[:num_rows] if tree.rows is None else torch.empty_like(output[:num_rows])
-        ops.tree_attention(
-            query[:num_rows] if tree.rows is None else query[tree.rows],
-            key_cache,
-            value_cache,
-            tree.block_table,
-            tree.cu_rows,
-            tree.context_lens,
-            tree.ancestors,
-            self.scale,
-            self.logits_soft_cap,
-            part,
-        )
-        if tree.rows is not None:
-            output[tree.rows] = part
+        with _written_to(output, tree.rows) as part:
+            ops.tree_attention(
+                query[tree.rows],
+                key_cache,
+                value_cache,
+                tree.block_table,
+                tree.cu_rows,
+                tree.context_lens,
+                tree.ancestors,
+                self.scale,
+                self.logits_soft_cap,
+                part,
+            )
+
+
+@contextmanager
+def _written_to(output: torch.Tensor, rows: Rows) -> Iterator[torch.Tensor]:
+    """A tensor for the results of ``rows``, which are those rows of ``output`` afterwards."""
+    if isinstance(rows, slice):
+        yield output[rows]
+        return
+    part = torch.empty_like(output[: rows.shape[0]])
+    yield part
+    output[rows] = part
 
 
 def require_tree_attention(name: str, impl: object) -> None:
@@ -168,6 +187,8 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.super_tree: SuperTree | None = None
+        # Requests with no more rows than a root and its candidates come first in a batch.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if self.isa not in READABLE_ISAS:
             self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
             self._set_isa_to_layers(layer_names)
@@ -179,24 +200,38 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
         tree = self.super_tree
-        if tree is None or tree.num_nodes == 0:
+        if tree is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._build_tree(common_attn_metadata, tree)
+        in_tree = common_attn_metadata.query_start_loc.diff() == tree.cu_rows.diff()
+        if not bool(in_tree.any()):
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._build_tree(common_attn_metadata, tree, in_tree)
 
     def _build_tree(
-        self, common: CommonAttentionMetadata, tree: SuperTree
+        self, common: CommonAttentionMetadata, tree: SuperTree, in_tree: torch.Tensor
     ) -> EchoAttentionMetadata:
-        """A causal mask would do for chains and lone roots. But two kernels take rows apart and
-        put them together again in every layer, which costs more than either could save."""
-        lens, rows = tree.cu_rows.diff(), common.query_start_loc.diff()
-        in_tree = rows == lens
-        owner = torch.repeat_interleave(rows.long())
+        """``in_tree`` [R] bool: whose rows are those of its tree; the others' are prompts."""
+        lens = tree.cu_rows.diff()
+        rows = TreeRows(
+            rows=slice(0, common.num_actual_tokens),
+            cu_rows=tree.cu_rows,
+            context_lens=common.seq_lens - lens,
+            ancestors=tree.ancestors,
+            block_table=common.block_table_tensor,
+        )
         causal = None
         if not bool(in_tree.all()):
-            causal_rows = (~in_tree)[owner].nonzero().flatten()
-            causal = CausalRows(causal_rows, super().build(0, _only_requests(common, ~in_tree)))
-        requests = in_tree.nonzero().flatten()
-        tree_owner = torch.repeat_interleave(lens.long())
+            owner = torch.repeat_interleave(common.query_start_loc.diff().long())
+            causal = CausalRows(
+                _rows_of(~in_tree[owner]), super().build(0, _only_requests(common, ~in_tree))
+            )
+            rows = TreeRows(
+                rows=_rows_of(in_tree[owner]),
+                cu_rows=_prefix_sums(lens[in_tree]),
+                context_lens=rows.context_lens[in_tree],
+                ancestors=tree.ancestors[in_tree[torch.repeat_interleave(lens.long())]],
+                block_table=common.block_table_tensor[in_tree],
+            )
         return EchoAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -206,15 +241,16 @@ class EchoCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            tree=TreeRows(
-                rows=None if causal is None else in_tree[owner].nonzero().flatten(),
-                cu_rows=_prefix_sums(lens[requests]),
-                context_lens=(common.seq_lens - lens)[requests],
-                ancestors=tree.ancestors[in_tree[tree_owner]],
-                block_table=common.block_table_tensor[requests],
-            ),
+            tree=rows,
             causal=causal,
         )
+
+
+def _rows_of(chosen: torch.Tensor) -> Rows:
+    """The rows in ``chosen`` [T] bool, at least one."""
+    rows = chosen.nonzero().flatten()
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last + 1 - first == rows.shape[0] else rows
 
 
 def _prefix_sums(lens: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,9 @@ class EchoDrafter(EagleProposer):
             block_table=tables,
             slot_mapping=slots,
             scheduler_metadata=None,
-            tree=TreeRows(None, cu_rows, context_lens, frontier.ancestors.flatten(0, 1), tables),
+            tree=TreeRows(
+                slice(None), cu_rows, context_lens, frontier.ancestors.flatten(0, 1), tables
+            ),
         )
         return dict.fromkeys(self._draft_attn_layer_names, metadata)
 

@@ -140,7 +140,7 @@ def _context_us(runner: "EchoCPUModelRunner") -> dict[str, float]:
         num_rows = requests * rows
         query = torch.zeros(num_rows, impl.num_heads, impl.head_size, dtype=caches[0].dtype)
         tree = TreeRows(
-            rows=None,
+            rows=slice(None),
             cu_rows=torch.arange(requests + 1, dtype=torch.int32) * rows,
             context_lens=torch.full((requests,), context, dtype=torch.int32),
             ancestors=torch.zeros(num_rows, 1, dtype=torch.int64),
