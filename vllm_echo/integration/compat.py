@@ -27,9 +27,16 @@ EAGLE3_ARCHITECTURES = (
     "Eagle3Qwen3ForCausalLM",
     "Eagle3Qwen3vlForCausalLM",
 )
+# Those of them that vLLM builds from its Qwen3 layer (queries and keys have norms of their own).
+QWEN3_EAGLE3_ARCHITECTURES = ("Eagle3Qwen3ForCausalLM",)
 # Names that ordinary models carry too: a head under such a name must say so in another way.
 AMBIGUOUS_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_NUM_AUX_HIDDEN_STATES = 3
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that vLLM's models of ``num_layers`` hand out when a head does not say which."""
+    return (2, num_layers // 2, num_layers - 3)
 
 
 def vllm_distribution() -> str:

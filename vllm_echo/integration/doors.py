@@ -111,7 +111,8 @@ def normalise_speculative_config(
         if value.get("echo") is not None:
             EchoConfig.from_speculative_config(value)  # raises: names the method
         return value
-    from vllm_echo.integration import head, refusals
+    from vllm_echo.integration import refusals
+    from vllm_echo.integration.heads.check import check_head
 
     config = EchoConfig.from_speculative_config(value)
     refusals.check_platform()
@@ -121,7 +122,7 @@ def normalise_speculative_config(
             "step cannot be scheduled ahead; leave --async-scheduling out"
         )
     raw = normalise_keys(value)
-    model = head.check_head(raw, config, target_model_config)
+    model = check_head(raw, config, target_model_config)
     passed = {key: raw[key] for key in VLLM_KEYS if raw.get(key) is not None}
     engine = {key: raw[key] for key in raw if key.startswith("target_")}
     return {

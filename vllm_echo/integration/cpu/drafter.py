@@ -11,9 +11,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_echo.core.draft import Frontier
-from vllm_echo.errors import EchoError
 from vllm_echo.integration.cpu.attention import EchoAttentionMetadata, TreeRows
 from vllm_echo.integration.cpu.kv_writer import CHUNK, KvWriter
+from vllm_echo.integration.heads.loading import (
+    accounted_loading,
+    refuse_unshared,
+    report_layers,
+)
 
 SPLIT_FROM = 48
 """Rows that nobody drafts from are worth a pass of their own when there are this many."""
@@ -56,18 +60,18 @@ class EchoDrafter(EagleProposer):
         self._target_ids: torch.Tensor | None = None
         self.kv_writer: KvWriter | None = None
 
+    def _get_model(self) -> torch.nn.Module:
+        with accounted_loading(self.speculative_config):
+            return super()._get_model()
+
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
+        refuse_unshared(self.speculative_config.model, self.model)
+        report_layers(self.speculative_config, target_model)
         self.kv_writer = KvWriter.of(self.model)
         offsets = self.model.draft_id_to_target_id
         if offsets is not None:
             self._target_ids = torch.arange(offsets.shape[0]) + offsets
-            if self._target_ids.unique().shape[0] != self._target_ids.shape[0]:
-                raise EchoError(
-                    f"speculative_config.model: {self.speculative_config.model}: its d2t maps "
-                    "several draft tokens to one target token; siblings must be distinct. "
-                    "Use a head with a one-to-one d2t."
-                )
 
     def slot_mapping(
         self, block_table: torch.Tensor, owner: torch.Tensor, slots: torch.Tensor
