@@ -43,6 +43,11 @@ def four_layers_of_a_llama(folder: Path) -> Path:
     return kit.change_config(folder, architectures=["LlamaForCausalLMEagle3"], model_type="llama")
 
 
+def an_fc_that_is_switched_off(folder: Path) -> Path:
+    """vLLM leaves it out because a key says so; we say it in the log."""
+    return kit.change_config(folder, eagle_config={"use_aux_hidden_state": False})
+
+
 def the_targets_output_layer(folder: Path) -> Path:
     kit.with_full_vocabulary(folder)
     return kit.change_tensors(folder, kit.drop("lm_head.weight", "d2t", "t2d"))
@@ -65,6 +70,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "biases": kit.with_biases,
     "two layers": lambda folder: kit.with_layers(folder, 2),
     "no auxiliary layers": kit.without_aux_layers,
+    "an fc that is switched off": an_fc_that_is_switched_off,
 }
 
 

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.serving import tiny
+from vllm_echo.errors import EchoConfigError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -218,3 +222,20 @@ def without_aux_layers(folder: Path) -> Path:
         eagle_aux_hidden_state_layer_ids=None,
         eagle_config={"use_aux_hidden_state": False},
     )
+
+
+def accepted(target: Path, model: Path | str, **options: Any) -> VllmConfig:
+    """The engine's configuration with the head."""
+    raw = {"method": "echo", "model": str(model)} | options
+    args = EngineArgs(model=str(target), skip_tokenizer_init=True, speculative_config=raw)
+    return args.create_engine_config()
+
+
+def refused(target: Path, model: Path | str, **options: Any) -> str:
+    """The one message with which the head is refused, before there is an engine."""
+    with pytest.raises(EchoConfigError) as caught:
+        accepted(target, model, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ";" in message or ":" in message, "a remedy follows"
+    return message

@@ -1,53 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A head that does not fit is one message at start-up, not a shape error in a worker."""
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-pytest.importorskip("vllm")
-
-from vllm.engine.arg_utils import EngineArgs
-
-from tests.serving import tiny
-from vllm_echo.errors import EchoConfigError
+from tests.integration.heads.kit import Tensors, change_config, change_tensors, refused
 
 pytestmark = pytest.mark.timeout(300)
-Tensors = dict[str, torch.Tensor]
-
-
-def refused(target: Path, model: str, **options: Any) -> str:
-    raw = {"method": "echo", "model": model} | options
-    args = EngineArgs(model=str(target), skip_tokenizer_init=True, speculative_config=raw)
-    with pytest.raises(EchoConfigError) as caught:
-        args.create_engine_config()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.fixture
-def copy(head: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "head"
-    shutil.copytree(head, folder)
-    return folder
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-
-def change_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["/no/such/head", "./head", "~/no-such-head", "a/b/c"])
@@ -93,8 +54,8 @@ def test_a_whole_model_is_no_head(target: Path) -> None:
         ({"vocab_size": 400}, "a vocabulary of 400 tokens, but"),
         ({"draft_vocab_size": 500}, "draft_vocab_size 500, more than the 384"),
         ({"draft_vocab_size": 0}, "has draft_vocab_size 0"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "has layers 0 to 4"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "but reads 3 layers"),
+        ({"num_key_value_heads": 0}, "has num_key_value_heads 0"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'"),
         ({"draft_vocab_size": 255}, "has lm_head.weight of shape [256, 128]"),
     ],
 )
@@ -103,49 +64,6 @@ def test_a_config_that_does_not_fit(
 ) -> None:
     change_config(copy, **changes)
     assert expected in refused(target, str(copy))
-
-
-def drop(name: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        del tensors[name]
-
-    return change
-
-
-def set_offset(index: int, value: int) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        tensors["d2t"][index] = value
-
-    return change
-
-
-def narrow(name: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        tensors[name] = tensors[name][:, :-1].contiguous()
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (drop("fc.weight"), "has no tensor fc.weight"),
-        (drop("d2t"), "has no map d2t"),
-        (narrow("fc.weight"), "fc.weight of shape [128, 383]"),
-        (set_offset(0, -1), "names tokens twice or outside"),
-        (set_offset(255, tiny.VOCAB), "names tokens twice or outside"),
-    ],
-)
-def test_tensors_that_do_not_fit(
-    target: Path, copy: Path, change: Callable[[Tensors], None], expected: str
-) -> None:
-    change_tensors(copy, change)
-    assert expected in refused(target, str(copy))
-
-
-def test_a_broken_weights_file(target: Path, copy: Path) -> None:
-    (copy / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not json, alas")
-    assert "broken file model.safetensors" in refused(target, str(copy))
 
 
 def test_more_children_than_tokens(target: Path, copy: Path) -> None:
@@ -158,11 +76,6 @@ def test_more_children_than_tokens(target: Path, copy: Path) -> None:
 
     change_tensors(copy, cut)
     assert "echo.top_k: 3 is more than the head's 2 tokens" in refused(target, str(copy))
-
-
-def test_a_head_without_weights(target: Path, copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    assert "no weights" in refused(target, str(copy))
 
 
 def test_a_configuration_that_contradicts_itself(target: Path, copy: Path) -> None:

@@ -49,8 +49,8 @@ def _weight_files(where: str, folder: Path) -> list[Path]:
             return weights
         break
     raise EchoConfigError(
-        f"{where} has a config.json but no weights (no *.safetensors and no *.bin); copy the whole "
-        "folder, or download the head again"
+        f"{where} has a config.json but no weights that vLLM would take (*.safetensors, or else "
+        "*.bin, or else *.pt); copy the whole folder, or download the head again"
     )
 
 

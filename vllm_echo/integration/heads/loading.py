@@ -61,6 +61,8 @@ def accounted_loading(speculative_config: SpeculativeConfig) -> Iterator[None]:
     def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         tensors = dict(weights)
         account(where, tensors, form)
+        if not form.uses_aux_layers and any(name.startswith("fc.") for name in tensors):
+            logger.warning_once("ECHO: the head's fc is left out (use_aux_hidden_state false).")
         fillable = dict(_fillable_parameters(model))
         for parameter in fillable.values():
             _mark(parameter)
