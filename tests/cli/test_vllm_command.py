@@ -3,15 +3,18 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm")
+
+from tests.integration.heads import kit
 from tests.serving import tiny
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(300)
 VLLM = Path(sys.executable).parent / "vllm"
 
@@ -52,4 +55,17 @@ def test_serve_ends_with_one_message(target: Path, config: str | dict, expected:
     assert done.returncode == 2
     assert len(errors) == 1, done.stderr
     assert expected in errors[0]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_serve_ends_with_one_message_for_a_head_that_lacks_a_weight(
+    target: Path, head: Path, tmp_path: Path
+) -> None:
+    """vLLM would serve on what the memory held."""
+    folder = shutil.copytree(head, tmp_path / "head")
+    kit.change_tensors(folder, kit.drop("midlayer.self_attn.k_proj.weight"))
+    text = json.dumps({"method": "echo", "model": str(folder)})
+    done = vllm("serve", str(target), "--skip-tokenizer-init", "--speculative-config", text)
+    assert done.returncode == 2
+    assert "has no tensor midlayer.self_attn.k_proj.weight" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stdout + done.stderr

@@ -21,7 +21,7 @@ PROMPTS = random_prompts(16, seed=3)
 WIDE = {"policy": "static", "k_max": 1000, "max_depth": 3, "top_k": 5}
 
 
-def two_of(*forms: Callable[[Path], Path]) -> Callable[[Path], Path]:
+def all_of(*forms: Callable[[Path], Path]) -> Callable[[Path], Path]:
     def change(folder: Path) -> Path:
         for form in forms:
             form(folder)
@@ -57,9 +57,9 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "as it is": lambda folder: folder,
     "qwen3 with four layers": four_layers,
     "speculators": kit.as_speculators,
-    "speculators, qwen3, four layers": two_of(four_layers, kit.as_speculators),
+    "speculators, qwen3, four layers": all_of(four_layers, kit.as_speculators),
     "llama with four layers": four_layers_of_a_llama,
-    "speculators, llama, four layers": two_of(four_layers_of_a_llama, kit.as_speculators),
+    "speculators, llama, four layers": all_of(four_layers_of_a_llama, kit.as_speculators),
     "full vocabulary and a d2t of zeros": kit.with_full_vocabulary,
     "the target's output layer": the_targets_output_layer,
     "pytorch_model.bin": kit.as_bin,
@@ -68,6 +68,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "projections stored together": kit.with_fused_projections,
     "norms before fc": kit.with_fc_norms,
     "biases": kit.with_biases,
+    "projections in int8": kit.in_int8,
     "two layers": lambda folder: kit.with_layers(folder, 2),
     "no auxiliary layers": kit.without_aux_layers,
     "an fc that is switched off": an_fc_that_is_switched_off,

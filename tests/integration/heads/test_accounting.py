@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -192,37 +191,10 @@ def test_harmless_tensors_are_let_pass(target: Path, copy: Path, kind: str) -> N
     assert kit.accepted(target, copy).speculative_config is not None
 
 
-INT8: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head", "re:.*fc$"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token"}
-            | {"dynamic": True, "symmetric": True},
-        }
-    },
-}
-
-
-def quantised(folder: Path) -> Path:
-    def change(tensors: kit.Tensors) -> None:
-        for name in PROJECTIONS:
-            weight = tensors[name]
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().to(torch.int8)
-            tensors[f"{name}_scale"] = scale
-
-    change_tensors(folder, change)
-    return change_config(folder, quantization_config=INT8)
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (drop(f"{MLP}.up_proj.weight", f"{MLP}.up_proj.weight_scale"), "no tensor midlayer.mlp.up"),
+        (drop(f"{MLP}.up_proj.weight"), "no tensor midlayer.mlp.up_proj.weight"),
         (add("fc_norm.0.weight", 128), 'add "fc_norm": true'),
         (drop("d2t"), "has no map d2t"),
         (narrow("fc.weight"), "fc.weight of shape [128, 383]"),
@@ -232,13 +204,13 @@ def quantised(folder: Path) -> Path:
 def test_a_quantised_head_is_accounted_for_layer_by_layer(
     target: Path, copy: Path, change: Callable[[kit.Tensors], None], expected: str
 ) -> None:
-    quantised(copy)
+    kit.in_int8(copy)
     assert kit.accepted(target, copy).speculative_config is not None
     assert expected in kit.refused(target, change_tensors(copy, change))
 
 
 def test_columns_of_a_quantised_fc_cannot_be_put_in_order(target: Path, copy: Path) -> None:
-    quantised(copy)
+    kit.in_int8(copy)
     change_tensors(copy, as_int8("fc.weight"))
     change_config(copy, eagle_aux_hidden_state_layer_ids=[3, 1, 2])
     assert "[3, 1, 2], which do not ascend, and a quantised fc" in kit.refused(target, copy)

@@ -30,6 +30,9 @@ HARMLESS = (
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
 )
+QUANTISED_WEIGHTS = ("weight", "weight_packed", "qweight", "W_q")
+"""What quantisers call the weight of a linear layer; what else a layer needs differs by method, and
+is left to the worker's net."""
 SCALES = ("_scale", "_zero_point")
 REMEDIES = {
     r"fc_norm\.": 'add "fc_norm": true to its config.json',
@@ -81,15 +84,16 @@ class _Accounts:
     def _is_there(self, name: str) -> bool:
         if name in self.tensors:
             return True
-        layer = name.removesuffix("weight")
-        return self.form.quantised and any(other.startswith(layer) for other in self.tensors)
+        prefix, stem, kind = _split(name)
+        names = [f"{prefix}{stem}.{other}" for other in QUANTISED_WEIGHTS]
+        return self.form.quantised and kind == "weight" and any(n in self.tensors for n in names)
 
     def _has_a_place(self, name: str) -> bool:
         if name in self.known or any(part in name for part in HARMLESS):
             return True
         if name.startswith("fc.") and not self.form.uses_aux_layers:
             return True  # switched off by a key of its own; the worker says that it is left out
-        belongs = f"{name.rpartition('.')[0]}.weight" in self.known
+        belongs = any(name.startswith(known.removesuffix("weight")) for known in self.known)
         if self.form.quantised and (belongs or name.endswith(SCALES)):
             return True
         # Some exporters write a bias of zeros for every linear layer.

@@ -69,7 +69,10 @@ def _load_config(source: Path | str, raw: dict[str, Any], target: "ModelConfig")
         try:
             content = json.loads((source / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise EchoConfigError(f"model: {source}/config.json cannot be read ({error})") from None
+            raise EchoConfigError(
+                f"model: {source}/config.json cannot be read ({error}); repair it, or download the "
+                "head again"
+            ) from None
         if not isinstance(content, dict):
             raise EchoConfigError(f"model: {source}/config.json holds no object; {MAKE_ONE}")
     try:

@@ -14,11 +14,6 @@ from typing import Any
 import torch
 from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from vllm_echo.errors import EchoConfigError
@@ -33,6 +28,8 @@ SHARED = ("lm_head.weight", "model.embed_tokens.weight")
 """vLLM replaces these by the target's when the files have none; after loading, that is."""
 UNUSED = ".hidden_norm.weight"
 """Read in the first layer only; others have one that no file fills."""
+FROM_CONFIG = ".input_scale_ub"
+"""The one parameter of quantised layers that vLLM takes from the configuration."""
 
 # Type -> (type of the same size, bits that no conversion and no arithmetic yields: NaNs with
 # a payload; for ids a number far below all).
@@ -59,7 +56,11 @@ def accounted_loading(speculative_config: SpeculativeConfig) -> Iterator[None]:
     plain_load_weights = model_cls.load_weights
 
     def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        tensors = dict(weights)
+        tensors: Tensors = {}
+        for name, tensor in weights:
+            if name in tensors:
+                raise EchoConfigError(f"{where} has {name} twice; remove one of its files")
+            tensors[name] = tensor
         account(where, tensors, form)
         if not form.uses_aux_layers and any(name.startswith("fc.") for name in tensors):
             logger.warning_once("ECHO: the head's fc is left out (use_aux_hidden_state false).")
@@ -143,18 +144,15 @@ def report_layers(speculative_config: SpeculativeConfig, target_model: Any) -> N
 
 
 def _fillable_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that can be marked. Quantised layers are filled by methods of their own, the
-    scales of an attention layer have defaults, and what lies on "meta" is not there yet."""
-    unquantised = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    """The parameters that have to come from the files and can be marked. The scales of an attention
+    layer's cache have defaults, and what lies on "meta" is not there yet."""
     for prefix, module in model.named_modules():
-        if isinstance(module, (LinearBase, VocabParallelEmbedding)):
-            if not isinstance(module.quant_method, unquantised):
-                continue
-        elif isinstance(module, Attention):
+        if isinstance(module, Attention):
             continue
         for name, parameter in module.named_parameters(prefix, recurse=False):
             unused = name.endswith(UNUSED) and ".layers.0." not in name
-            if parameter.dtype in _MARKS and not parameter.is_meta and not unused:
+            from_config = name.endswith(FROM_CONFIG)
+            if parameter.dtype in _MARKS and not (parameter.is_meta or unused or from_config):
                 yield name, parameter
 
 
