@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from vllm_echo.integration.metrics import EchoLogging, EchoProm
 
 __all__ = [
+    "announce_compiling",
     "choose_worker",
     "cli_speculative_config",
     "echo_logging",
     "echo_prom",
+    "finish_loading",
     "is_echo",
     "load_speculative_config",
     "normalise_speculative_config",
     "offer_echo",
+    "processor_factors",
     "run_cli",
     "vllm_distribution",
 ]
@@ -152,6 +155,48 @@ def choose_worker(vllm_config: "VllmConfig") -> str | None:
 
     refusals.check_engine(vllm_config)
     return ECHO_CPU_WORKER
+
+
+def finish_loading(compiled_fn: Any, vllm_config: "VllmConfig") -> None:
+    """Let a compiled model that came from vLLM's cache finish loading, where its form has to.
+
+    vLLM's own form holds graphs that its backend still turns into code. What torch's backend saves,
+    which compiles a CPU's models, is code already.
+    """
+    from vllm.compilation.caching import VllmSerializableFunction
+
+    if isinstance(compiled_fn, VllmSerializableFunction):
+        compiled_fn.finalize_loading(vllm_config)
+
+
+def processor_factors() -> list[object]:
+    """What a compiled model depends on beside vLLM's own key: on a CPU, its instruction sets.
+
+    Vector widths and vLLM's choice of kernels are part of the compiled code, and a cache folder
+    may be shared by machines that differ in both.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    features = torch.cpu.get_capabilities().items()
+    return [sorted(name for name, value in features if value is True)]
+
+
+def announce_compiling(tag: str, path: str) -> None:
+    """Say that the model ``tag`` is about to be compiled, since ``path`` has no such model. vLLM
+    says so itself where its own backend compiles."""
+    from vllm.platforms import current_platform
+
+    from vllm_echo.integration.log import echo_logger
+
+    if current_platform.is_cpu():
+        echo_logger(__name__).info(
+            "[%s] compiling, which may take a minute or more: no usable compiled model in %s",
+            tag,
+            path,
+        )
 
 
 def echo_logging(vllm_config: "VllmConfig") -> "EchoLogging | None":
