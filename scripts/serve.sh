@@ -43,7 +43,7 @@ export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
 export VLLM_USE_V2_MODEL_RUNNER=0  # echo's CPU adapter belongs to the V1 runner
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
 
-echo "[vllm-echo] starting $name on http://$host:$port (vLLM compiles the model first: a minute or more)"
+echo "[vllm-echo] starting $name on http://$host:$port (a first start compiles the model: a minute or more)"
 scripts/announce.sh "$host" "$port" "$name" $$ &
 LD_PRELOAD=$preload exec "$bin/vllm" serve "$MODEL" --speculative-config "$SPECULATIVE_CONFIG" \
   --host "$host" --port "$port" --served-model-name "$name" \

@@ -89,9 +89,6 @@ def environment(stages: Path) -> dict[str, str]:
     values["VLLM_SERVER_DEV_MODE"] = "1"
     values[STAGE_TIMES_ENV] = str(stages)
     values.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Ahead-of-time compiled models cannot be read back on a CPU (vLLM 0.32): without them a second
-    # start finds what the compiler has cached, and takes half the time.
-    values.setdefault("VLLM_USE_AOT_COMPILE", "0")
     return values
 
 

@@ -73,6 +73,17 @@ class EchoDrafter(EagleProposer):
         if offsets is not None:
             self._target_ids = torch.arange(offsets.shape[0]) + offsets
 
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """vLLM's warm-up runs the head once for each draft token; one run compiles or loads it,
+        and a single run is all that ``is_graph_capturing`` asks for."""
+        super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
+
     def slot_mapping(
         self, block_table: torch.Tensor, owner: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:

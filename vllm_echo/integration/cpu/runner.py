@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -162,6 +163,11 @@ class EchoCPUModelRunner(CPUModelRunner):
             # A layer that shares another's cache would move the same KV twice.
             and layer.kv_sharing_target_layer_name is None
         ]
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # vLLM's sampler is warmed up; the verifier calls it and has nothing else to warm.
+        with patch.object(self, "speculative_config", None):
+            return super()._dummy_sampler_run(hidden_states)
 
     @property
     def step(self) -> Step:

@@ -18,8 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_echo.core.accept import accept_greedy, walk_paths
-from vllm_echo.core.pack import pack_trees
-from vllm_echo.core.tree import AcceptedPaths, DraftTrees, SuperTree
+from vllm_echo.core.tree import AcceptedPaths, SuperTree
 
 
 @dataclass
@@ -59,10 +58,10 @@ class TreeVerifier(torch.nn.Module):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """``logits`` [T, V]: roots and nodes, request-major. Leaves the accepted paths in
-        ``self.paths``. Without a step from the runner (warm-up) drafts are chains."""
-        step = self._step or _warm_up_step(metadata)
-        self._step = None
+        """``logits`` [T, V]: roots and nodes, request-major, of the step that the runner has laid
+        down. Leaves the accepted paths in ``self.paths``."""
+        step, self._step = self._step, None
+        assert step is not None, "begin_step first"
         if _is_argmax_only(sampling_metadata):
             # Ties go to the lowest id here as in vLLM's sampler, and bf16 to fp32 keeps order.
             self._paths = accept_greedy(step.tree, logits)
@@ -179,16 +178,6 @@ def _rows_of(tensors: LogprobsTensors | None, rows: torch.Tensor) -> LogprobsTen
     if tensors is None:
         return None
     return LogprobsTensors(*(t if t is None or t.numel() == 0 else t[rows] for t in tensors))
-
-
-def _warm_up_step(metadata: SpecDecodeMetadata) -> StepInputs:
-    counts = torch.tensor(metadata.num_draft_tokens, dtype=torch.int32)
-    width = max(1, *metadata.num_draft_tokens)
-    index = torch.arange(width, dtype=torch.int32).expand(len(counts), -1)
-    tokens = torch.zeros_like(index)
-    tokens[index < counts[:, None]] = metadata.draft_token_ids.to(torch.int32)
-    chains = DraftTrees(tokens, index - 1, index + 1, counts)
-    return StepInputs(pack_trees(chains), [], torch.zeros(len(counts), dtype=torch.bool))
 
 
 def _is_argmax_only(metadata: SamplingMetadata) -> bool:
