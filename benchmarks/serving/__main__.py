@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure plain decoding, vLLM's own speculation and echo's policies through `vllm serve`.
 
-    python -m benchmarks.serving --data eval/            # everything, hours
-    python -m benchmarks.serving --quick                 # the main table, under ten minutes
+    python -m benchmarks.serving --data eval/            # the sweep, hours
+    python -m benchmarks.serving --quick                 # a small table, under ten minutes
     python -m benchmarks.serving --report-only --out F   # tables and pictures of folder F again
 
 An interrupted run goes on when the same command is given again. Nothing else should run on the
-machine meanwhile; the report says how busy it was.
+machine meanwhile; the report says how busy it was. Plain decoding is always measured, in both
+settings. A shorter sweep: fewer --loads, or smaller --requests, which make it less certain.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.serving import client, datasets, plots, report, sizing
-from benchmarks.serving.engines import BASELINE, Lineup, build_lineup, prepare_demo, read_config
+from benchmarks.serving.engines import Lineup, build_lineup, prepare_demo, read_config
 from benchmarks.serving.errors import BenchmarkError
 from benchmarks.serving.fleet import available_memory, free_ports
 from benchmarks.serving.journal import Journal
@@ -28,21 +29,23 @@ from benchmarks.serving.servers import Serving, environment
 
 PRESETS = {
     "full": {
-        "engines": ["all"],
+        "engines": ["eagle3", "default", "echo"],
         "concurrency": [1, 2, 4, 8, 16, 32, 64],
-        "temperature": [0.0, 1.0],
+        "temperature": [0.0],
         "rounds": 3,
         "output_tokens": 128,
-        "requests": [12, 3, 192],
+        "requests": [12, 1, 96],
+        "long": True,
         "minutes": None,
     },
     "quick": {
-        "engines": ["eagle3", "default"],
+        "engines": ["eagle3-1", "eagle3-2", "eagle3-5", "default"],
         "concurrency": [1, 4, 16, 32],
         "temperature": [0.0],
         "rounds": 5,
-        "output_tokens": 64,
+        "output_tokens": 48,
         "requests": [4, 1, 32],
+        "long": False,
         "minutes": 9.3,
     },
     "smoke": {
@@ -52,6 +55,7 @@ PRESETS = {
         "rounds": 2,
         "output_tokens": 16,
         "requests": [2, 1, 4],
+        "long": False,
         "minutes": None,
     },
 }
@@ -95,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar=("NAME", "JSON"),
         help="one more engine: any speculative configuration of vLLM",
     )
-    add("--concurrency", type=int, nargs="+")
+    add("--loads", "--concurrency", dest="concurrency", type=int, nargs="+", metavar="C")
     add("--temperature", type=float, nargs="+")
     add("--rounds", type=int)
     add("--minutes", type=float, help="begin no further round that would end later")
@@ -110,9 +114,15 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         nargs=3,
         metavar=("LEAST", "PER_SLOT", "MOST"),
-        help="of a measurement, however many its concurrency is",
+        help="that a measurement waits for, however many run at a time",
     )
     add("--data", type=Path, help=f"folder with {', '.join(datasets.SETS)} (.jsonl)")
+    add(
+        "--long",
+        action=argparse.BooleanOptionalAction,
+        help=f"long prompts among them, of {' to '.join(map(str, datasets.LONG_TOKENS))} tokens, "
+        "made of the folder's solved questions",
+    )
     add("--by-dataset", action="store_true", help="every set apart, not mixed")
     add("--seed", type=int, default=0)
     serving = parser.add_argument_group("what serves")
@@ -120,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", help="with --speculative-config; default: the demo pair")
     add("--speculative-config", help="echo's, inline or a file")
     add("--dtype", default="bfloat16")
-    add("--max-model-len", type=int, default=2048)
+    add("--max-model-len", type=int, default=4096)
     add("--kv-gib", type=float, help="KV cache of each server (default: by the prompts)")
     add("--port", type=int, help="of the first server, the others count on (default: free ones)")
     add("--servers", type=int, help="most servers at a time (default: by the free memory)")
@@ -133,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     if (args.model is None) != (args.speculative_config is None):
         parser.error("--model and --speculative-config go together")
     if min(args.concurrency) < 1 or args.rounds < 1 or args.output_tokens < 1:
-        parser.error("--concurrency, --rounds and --output-tokens are at least 1")
+        parser.error("--loads, --rounds and --output-tokens are at least 1")
     return args
 
 
@@ -143,6 +153,7 @@ def run(args: argparse.Namespace) -> None:
         measure(args, journal)
     if not journal.measurements:
         raise BenchmarkError(f"{journal.path} holds no measurements")
+    journal.require_format()
     (args.out / "results.json").write_text(json.dumps(journal.to_dict(), indent=1))
     pictures = plots.draw_all(journal, args.out)
     text = report.render(journal, pictures)
@@ -168,10 +179,9 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     sizes = Sizes(
         int(args.requests[0]), args.requests[1], int(args.requests[2]), args.output_tokens
     )
+    tokenizer = datasets.load_tokenizer(model)
     sets, mean_tokens = datasets.cut_to_fit(
-        datasets.load_sets(args.data),
-        datasets.load_tokenizer(model),
-        args.max_model_len - output_limits(args)[1],
+        choose_sets(args, tokenizer), tokenizer, args.max_model_len - output_limits(args)[1]
     )
     prompts = datasets.arrange(sets, args.by_dataset)
     kv = kv_size(args, model, mean_tokens)
@@ -221,6 +231,23 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     ).run()
 
 
+def choose_sets(args: argparse.Namespace, tokenizer: datasets.Tokenizer) -> dict[str, list[str]]:
+    """Questions by set, the long prompts last."""
+    lines = datasets.load_lines(args.data)
+    sets = {name: [datasets.question_of(line) for line in of] for name, of in lines.items()}
+    if args.long:
+        prompts = datasets.long_prompts(lines, tokenizer)
+        if prompts:
+            sets[datasets.LONG] = prompts
+        else:
+            print(
+                f"bench: no long prompts: they are made of {', '.join(datasets.LONG_SETS)} with "
+                "solutions, in the folder that --data (make bench EVAL_DATA=...) names",
+                file=sys.stderr,
+            )
+    return sets
+
+
 def output_limits(args: argparse.Namespace) -> tuple[int, int]:
     """Most tokens of the shortest and of the longest answers."""
     return args.output_tokens // 2, math.ceil(client.LONGEST * args.output_tokens)
@@ -251,7 +278,7 @@ def kv_size(args: argparse.Namespace, model: str, mean_tokens: dict[str, float])
 
 def capacity(args: argparse.Namespace, lineup: Lineup, model: str, kv: int) -> int:
     """Servers that the free memory holds."""
-    config = next((c for name, c in lineup.servers.items() if name != BASELINE), None)
+    config = next((c for c in lineup.servers.values() if c is not None), None)
     each = sizing.server_bytes(model, config, kv)
     room = (available_memory() - sizing.SPARE_BYTES) // each
     return min(room, args.servers) if args.servers else room

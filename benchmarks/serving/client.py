@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client that keeps a number of streaming chat requests running, and times them.
 
-Definitions are those of `vllm bench serve`: TTFT up to the first chunk with a choice, E2E up to
-the last one, TPOT = (E2E - TTFT) / (tokens - 1), ITL between chunks, throughput over the time from
-the first request to the last answer. It is not used itself because importing vLLM takes ten
-seconds and half a gigabyte, which is more than a measurement may cost.
+The load is held: until the last of the requests that are waited for is answered, every slot that
+becomes free sends another one, and what still runs then is broken off. Without that, a third to a
+half of a measurement at 64 requests would be its end, in which ever fewer run and speculation is
+at its best. Throughput is every token that arrived from the first request on, prompts' time
+included, over that time; latencies are those of the requests that are waited for, which differ from
+engine to engine in nothing.
+
+Otherwise definitions are those of `vllm bench serve`: TTFT up to the first chunk with a choice, E2E
+up to the last one, TPOT = (E2E - TTFT) / (tokens - 1), ITL between chunks. It is not used itself
+because importing vLLM takes ten seconds and half a gigabyte, which is more than a measurement may
+cost.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -29,7 +36,10 @@ LONGEST = 1.5
 class Load:
     """What a client sends."""
 
-    prompts: Sequence[str]
+    prompts: Iterable[str]
+    """May be endless; where it is not, the load falls at its end."""
+    requests: int
+    """So many are waited for; those after them keep the load."""
     concurrency: int
     output_tokens: int
     """Most tokens of an answer, on average: see ``output_limit``."""
@@ -47,6 +57,8 @@ class Answer:
     itl: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    """So far, or of the whole answer."""
+    complete: bool = False
 
     @property
     def tpot(self) -> float | None:
@@ -57,9 +69,9 @@ class Answer:
 
 
 def send(url: str, model: str, load: Load) -> dict[str, Any]:
-    """Send all requests of ``load``, wait for all answers, and sum up."""
+    """Hold ``load`` until all requests that are waited for are answered, and sum up."""
     seconds, answers = asyncio.run(_send_all(url, model, load))
-    return summarise(seconds, answers)
+    return summarise(seconds, answers, load.requests)
 
 
 def output_limit(mean: int, number: int) -> int:
@@ -69,53 +81,75 @@ def output_limit(mean: int, number: int) -> int:
     return max(1, round(mean * (LONGEST - 1 + GOLDEN * number % 1)))
 
 
+@dataclass
+class _Run:
+    """What the slots share."""
+
+    session: aiohttp.ClientSession
+    url: str
+    model: str
+    load: Load
+    waiting: Iterator[tuple[int, str]]
+    answers: list[Answer] = field(default_factory=list)
+    """In the order in which they were asked for."""
+    num_answered: int = 0
+    """Of those that are waited for."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 async def _send_all(url: str, model: str, load: Load) -> tuple[float, list[Answer]]:
-    answers: list[Answer] = []
-    waiting = enumerate(load.prompts)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
     ) as session:
+        run = _Run(session, url, model, load, enumerate(load.prompts))
         start = time.perf_counter()
-        slots = [
-            asyncio.create_task(_slot(session, url, model, load, waiting, answers))
-            for _ in range(min(load.concurrency, len(load.prompts)))
-        ]
+        slots = [asyncio.create_task(_slot(run)) for _ in range(load.concurrency)]
+        everything = asyncio.gather(*slots)
+        done = asyncio.create_task(run.done.wait())
+        either: list[asyncio.Future[Any]] = [everything, done]
         try:
-            await asyncio.gather(*slots)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            seconds = time.perf_counter() - start
+            # What is broken off counts with the tokens that it has by now.
+            answers = [replace(answer) for answer in run.answers]
         finally:
-            for slot in slots:
-                slot.cancel()
-        return time.perf_counter() - start, answers
+            for task in (*slots, done):
+                task.cancel()
+            results = await asyncio.gather(*slots, return_exceptions=True)
+            await asyncio.gather(*either, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):  # a cancelled slot's is none
+                raise result
+        return seconds, answers
 
 
-async def _slot(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    load: Load,
-    waiting: Iterator[tuple[int, str]],
-    answers: list[Answer],
-) -> None:
+async def _slot(run: _Run) -> None:
     """One request after the other, as long as there are any."""
-    for number, prompt in waiting:
+    load = run.load
+    for number, prompt in run.waiting:
         body = {
-            "model": model,
+            "model": run.model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": output_limit(load.output_tokens, load.seed + number),
             "temperature": load.temperature,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         if load.temperature > 0:
             body["seed"] = load.seed + number
-        answers.append(await _ask(session, url, body))
+        answer = Answer()
+        run.answers.append(answer)
+        await _ask(run, body, answer)
+        run.num_answered += number < load.requests
+        if run.num_answered == load.requests:
+            run.done.set()
+            return
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
-    answer = Answer()
+async def _ask(run: _Run, body: dict[str, Any], answer: Answer) -> None:
     start = last = time.perf_counter()
     try:
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        async with run.session.post(f"{run.url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 text = (await response.text()).strip()
                 raise BenchmarkError(f"the server answered {response.status}: {text[:500]}")
@@ -123,21 +157,22 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
                 now = time.perf_counter()
                 if "error" in chunk:
                     raise BenchmarkError(f"the server answered {chunk['error']}")
-                if chunk.get("choices"):
-                    if answer.ttft == 0.0:
-                        answer.ttft = now - start
-                    else:
-                        answer.itl.append(now - last)
-                    last = now
-                elif usage := chunk.get("usage"):
+                if usage := chunk.get("usage"):
                     answer.prompt_tokens = usage["prompt_tokens"]
                     answer.output_tokens = usage["completion_tokens"]
+                if not chunk.get("choices"):
+                    answer.complete = True  # the last chunk has the usage only
+                    continue
+                if answer.ttft == 0.0:
+                    answer.ttft = now - start
+                else:
+                    answer.itl.append(now - last)
+                last = now
+                answer.e2e = last - start
     except aiohttp.ClientError as error:
         raise ConnectionError(f"the server stopped answering: {error}") from None
-    if answer.output_tokens == 0:
+    if not answer.complete:
         raise ConnectionError("the server ended an answer before it was complete")
-    answer.e2e = last - start
-    return answer
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
@@ -147,22 +182,24 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             yield json.loads(line[6:])
 
 
-def summarise(seconds: float, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Rates, and times in milliseconds."""
+def summarise(seconds: float, answers: Sequence[Answer], requests: int) -> dict[str, Any]:
+    """Rates, and times in milliseconds. The first ``requests`` of ``answers`` were waited for; the
+    others kept the load, and their tokens of these ``seconds`` count as well."""
     tokens = sum(answer.output_tokens for answer in answers)
+    awaited = answers[:requests]
     times = {
-        "ttft": [answer.ttft for answer in answers],
-        "tpot": [answer.tpot for answer in answers if answer.tpot is not None],
-        "itl": [gap for answer in answers for gap in answer.itl],
-        "e2e": [answer.e2e for answer in answers],
+        "ttft": [answer.ttft for answer in awaited],
+        "tpot": [answer.tpot for answer in awaited if answer.tpot is not None],
+        "itl": [gap for answer in awaited for gap in answer.itl],
+        "e2e": [answer.e2e for answer in awaited],
     }
     return {
-        "requests": len(answers),
+        "requests": len(awaited),
         "seconds": seconds,
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
-        "output_tokens": tokens,
+        "tokens": tokens,
+        "output_tokens": sum(answer.output_tokens for answer in awaited),
         "tokens_per_second": tokens / seconds,
-        "requests_per_second": len(answers) / seconds,
         **{f"{name}_ms": distribution(values) for name, values in times.items()},
         # Kept, so that percentiles can be taken over all rounds.
         "every_tpot_ms": [round(1000 * value, 3) for value in times["tpot"]],

@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ NAMES = {
     "iteration_tokens_total_count": "steps",
     "num_preemptions_total": "preemptions",
 }
+UNFINISHED = ("num_requests_running", "num_requests_waiting")
 ECHO_PREFIX = "spec_decode_echo_"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -22,17 +23,26 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 def parse_metrics(text: str) -> dict[str, float]:
     """The counters of a /metrics page that are of interest, summed over their labels."""
     totals: dict[str, float] = dict.fromkeys(NAMES.values(), 0.0)
-    for line in text.splitlines():
-        if not line.startswith(PREFIX):
-            continue
-        series, _, value = line.removeprefix(PREFIX).rpartition(" ")
-        name = series.partition("{")[0]
+    for name, value in _samples(text):
         if name in NAMES:
-            totals[NAMES[name]] += float(value)
+            totals[NAMES[name]] += value
         elif name.startswith(ECHO_PREFIX) and name.endswith("_total"):
             key = f"echo_{name.removeprefix(ECHO_PREFIX).removesuffix('_total')}"
-            totals[key] = totals.get(key, 0.0) + float(value)
+            totals[key] = totals.get(key, 0.0) + value
     return totals
+
+
+def unfinished_requests(text: str) -> float:
+    """Running and waiting ones, by a /metrics page: as the last step left them."""
+    return sum(value for name, value in _samples(text) if name in UNFINISHED)
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    """vLLM's own, without their labels."""
+    for line in text.splitlines():
+        if line.startswith(PREFIX):
+            series, _, value = line.removeprefix(PREFIX).rpartition(" ")
+            yield series.partition("{")[0], float(value)
 
 
 def drafting(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float | None]:

@@ -3,6 +3,11 @@
 
 An engine is one line of a table. All of echo's policies share one server, which is switched
 between measurements; every other engine has a server of its own.
+
+Plain decoding is served twice, as vLLM starts it and with `--no-async-scheduling`: asynchronous
+scheduling is vLLM's default where the platform has it, and on small CPUs it costs more than it
+brings. Both are in every selection and every group of servers; what speculates is judged by the
+better of the two (results.py).
 """
 
 import json
@@ -16,7 +21,8 @@ from typing import Any
 from benchmarks.serving.errors import BenchmarkError
 from vllm_echo.core.config import AUTO, default_policy, is_echo_request
 
-BASELINE = "none"
+PLAIN: Mapping[str, tuple[str, ...]] = {"none": (), "none-sync": ("--no-async-scheduling",)}
+"""Plain decoding: options of `vllm serve` by name. What a run is compared with."""
 ECHO_SERVER = "echo"
 EAGLE3_TOKENS = (1, 2, 3, 4, 5)
 POLICIES = ("goodput", "echo", "dense", "fixed-threshold", "static", "ddd", "chain")
@@ -44,6 +50,7 @@ class Lineup:
 
     engines: tuple[Engine, ...]
     servers: Mapping[str, Mapping[str, Any] | None]
+    """None for the servers of ``PLAIN``."""
     default: str | None
     """The engine that serves the given configuration as it is."""
     skipped: Mapping[str, str]
@@ -53,10 +60,10 @@ class Lineup:
         return next(engine for engine in self.engines if engine.name == name)
 
     def select(self, names: Iterable[str]) -> "Lineup":
-        """Only the engines named, and the baseline. "all", "default", "eagle3" and "policies"
+        """Only the engines named, and plain decoding. "all", "default", "eagle3" and "policies"
         stand for several."""
         known = [engine.name for engine in self.engines]
-        wanted = {BASELINE}
+        wanted = set(PLAIN)
         for name in names:
             chosen = [engine for engine in known if _stands_for(name, engine, self)]
             if not chosen:
@@ -89,7 +96,7 @@ def build_lineup(
     options = echo_config.get("echo") or {}
     default = options.get("policy") or default_policy(options)
     measures_profile = needs_quiet_start(echo_config)
-    servers: dict[str, Mapping[str, Any] | None] = {BASELINE: None}
+    servers: dict[str, Mapping[str, Any] | None] = dict.fromkeys(PLAIN)
     for tokens in EAGLE3_TOKENS:
         servers[f"eagle3-{tokens}"] = {
             "method": "eagle3",
@@ -113,7 +120,7 @@ def build_lineup(
 
 
 def is_stock(name: str, server: str) -> bool:
-    """vLLM's own, and not one of echo's policies."""
+    """vLLM's own, plain or speculating, and not one of echo's policies."""
     return name == server and name != ECHO_SERVER
 
 
@@ -129,8 +136,8 @@ def needs_quiet_start(config: Mapping[str, Any] | None) -> bool:
 
 def label(name: str, default: str | None = None) -> str:
     """An engine's name in tables and pictures."""
-    if name == BASELINE:
-        text = "no speculation"
+    if name in PLAIN:
+        text = ", ".join(["no speculation", *PLAIN[name]])
     elif name.startswith("eagle3-"):
         text = f"vLLM eagle3, K = {name.removeprefix('eagle3-')}"
     elif name == "ngram":

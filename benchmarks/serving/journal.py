@@ -11,6 +11,9 @@ from typing import Any
 
 from benchmarks.serving.errors import BenchmarkError
 
+FORMAT = 2
+"""Of what is measured. 1 let the load fall at a measurement's end, and knew one plain decoding."""
+
 
 class Journal:
     """``results.jsonl`` in a folder that git ignores."""
@@ -45,9 +48,17 @@ class Journal:
         else:
             self.measurements.append(record)
 
+    def require_format(self) -> None:
+        """What was measured otherwise is not reported as if it were this."""
+        if self.settings.get("format") != FORMAT:
+            raise BenchmarkError(
+                f"{self.path} was written by an earlier benchmark, which measured otherwise; "
+                "measure again"
+            )
+
     def begin(self, settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Go on with what is there if it was interrupted; put it aside if it was complete."""
-        settings = json.loads(json.dumps(settings))
+        settings = {"format": FORMAT, **json.loads(json.dumps(settings))}
         if self.complete:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
             self.path.rename(self.path.with_name(f"results-until-{stamp}.jsonl"))

@@ -4,9 +4,10 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
-from benchmarks.serving.engines import BASELINE, ECHO_SERVER, Lineup
+from benchmarks.serving.engines import ECHO_SERVER, PLAIN, Lineup
 from benchmarks.serving.errors import BenchmarkError
 
 
@@ -21,6 +22,11 @@ class Measurement:
     concurrency: int
     engine: str
 
+    @property
+    def place(self) -> tuple[int, int, float, str, int]:
+        """Engines are compared with each other in the same one."""
+        return self.group, self.round, self.temperature, self.dataset, self.concurrency
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -34,10 +40,12 @@ class Sizes:
     max_requests: int = 192
     output_tokens: int = 128
 
-    def requests(self, concurrency: int) -> int:
-        """Enough that most of the time ``concurrency`` requests run; never fewer than that."""
+    def requests(self, concurrency: int, num_sets: int = 1) -> int:
+        """Those that are waited for, never fewer than ``concurrency``: as many of each of
+        ``num_sets`` sets, so that every measurement has the same mixture."""
         wanted = max(self.min_requests, round(self.requests_per_slot * concurrency))
-        return max(concurrency, min(wanted, self.max_requests))
+        wanted = max(concurrency, min(wanted, self.max_requests))
+        return -(-wanted // num_sets) * num_sets
 
 
 @dataclass(frozen=True)
@@ -52,39 +60,46 @@ class Sweep:
 
 def schedule(lineup: Lineup, groups: Sequence[Sequence[str]], sweep: Sweep) -> list[Measurement]:
     """All measurements, group by group. Within a round every load visits all engines before the
-    next load; every second round visits them the other way round, so that what drifts steadily
-    touches all of them alike."""
+    next load, in an order of its own."""
     plan = []
     for group, servers in enumerate(groups):
         engines = [engine.name for engine in lineup.engines if engine.server in servers]
         for number in range(sweep.rounds):
-            order = engines if number % 2 == 0 else engines[::-1]
-            plan += [
-                Measurement(group, number, temperature, dataset, concurrency, engine)
-                for temperature in sweep.temperatures
-                for dataset in sweep.datasets
-                for concurrency in sweep.concurrencies
-                for engine in order
-            ]
+            loads = product(sweep.temperatures, sweep.datasets, sweep.concurrencies)
+            for position, (temperature, dataset, concurrency) in enumerate(loads):
+                plan += [
+                    Measurement(group, number, temperature, dataset, concurrency, engine)
+                    for engine in visiting_order(engines, number + position)
+                ]
     return plan
 
 
+def visiting_order(engines: Sequence[str], number: int) -> list[str]:
+    """Row ``number`` of a Williams square: each engine takes each place in turn, and follows
+    another one in every row (of an odd number of engines: at most two rows alike), so that neither
+    drift nor what the engine before left behind falls upon the same one every time."""
+    count = len(engines)
+    zigzag = [-(-place // 2) * (1 if place % 2 else -1) for place in range(count)]
+    return [engines[(step + number) % count] for step in zigzag]
+
+
 def split_into_groups(servers: Sequence[str], capacity: int) -> list[list[str]]:
-    """Servers that run at the same time, at most ``capacity``; every group has a baseline of its
-    own, and echo is in the first, beside as many others as fit."""
-    others = [name for name in servers if name != BASELINE]
+    """Servers that run at the same time, at most ``capacity``; every group has plain decoding of
+    its own, and echo is in the first, beside as many others as fit."""
+    plain = [name for name in servers if name in PLAIN]
+    others = [name for name in servers if name not in PLAIN]
     others.sort(key=lambda name: name != ECHO_SERVER)
-    if not others:
-        return [[BASELINE]]
-    room = capacity - 1
-    if room < 1:
+    room = capacity - len(plain)
+    if room < min(1, len(others)):
         raise BenchmarkError(
-            "the free memory holds fewer than two servers; end other programs, or choose a "
-            "smaller --kv-gib"
+            f"the free memory holds {max(0, capacity)} servers, and {len(plain) + 1} are the "
+            "fewest that can be compared; end other programs, or choose a smaller --kv-gib"
         )
+    if not others:
+        return [plain]
     num_groups = -(-len(others) // room)
     share = -(-len(others) // num_groups)
-    return [[BASELINE, *others[start : start + share]] for start in range(0, len(others), share)]
+    return [[*plain, *others[start : start + share]] for start in range(0, len(others), share)]
 
 
 def kv_tokens_needed(
@@ -137,7 +152,13 @@ def next_round_fits(
     return estimate.total(this_round) <= seconds_left
 
 
-def by_key(records: Iterable[Mapping[str, Any]]) -> set[Measurement]:
-    """What is done, of a run that goes on."""
+def still_to_measure(
+    plan: Iterable[Measurement], records: Iterable[Mapping[str, Any]]
+) -> list[Measurement]:
+    """What a run that goes on has before it. Where it was interrupted in the middle of a load, all
+    of that load: engines are compared within one sitting only."""
     names = list(Measurement.__dataclass_fields__)
-    return {Measurement(**{name: record[name] for name in names}) for record in records}
+    done = {Measurement(**{name: record[name] for name in names}) for record in records}
+    plan = list(plan)
+    incomplete = {item.place for item in plan if item not in done}
+    return [item for item in plan if item.place in incomplete]

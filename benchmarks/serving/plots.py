@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.engines import BASELINE, is_stock, label
+from benchmarks.serving.engines import PLAIN, is_stock, label
 from benchmarks.serving.journal import Journal
 from benchmarks.serving.report import suffix, title
 from benchmarks.serving.results import Condition, Results
@@ -13,7 +13,8 @@ from benchmarks.serving.results import Condition, Results
 BLUES = {"eagle3-1": "#9ecae1", "eagle3-2": "#6baed6", "eagle3-3": "#4292c6"}
 BLUES |= {"eagle3-4": "#2171b5", "eagle3-5": "#08306b"}
 COLOURS = {
-    BASELINE: "black",
+    "none": "dimgray",
+    "none-sync": "black",
     "ngram": "tab:orange",
     "echo": "tab:red",
     "goodput": "tab:green",
@@ -52,19 +53,19 @@ def throughput(results: Results, condition: Condition) -> Any:
 
 
 def policies(results: Results, condition: Condition) -> Any:
-    """Echo's policies and ablations, beside no speculation."""
+    """Echo's policies and ablations, beside plain decoding."""
     names = [name for name in results.engines if name not in stock(results)]
-    return speeds(results, condition, [BASELINE, *names]) if len(names) > 1 else None
+    return speeds(results, condition, [*results.plain, *names]) if len(names) > 1 else None
 
 
 def speeds(results: Results, condition: Condition, names: Sequence[str]) -> Any:
-    """Tokens per second, and the ratio to no speculation with its range over rounds."""
+    """Tokens per second, and the ratio to the better plain decoding with its range over rounds."""
     figure, (left, right) = new_figure(1, 2)
     for name in names:
         curve(left, results, name, lambda n, c: value(results.speed(condition, n, c)))
         curve(right, results, name, lambda n, c: value(results.ratio(condition, n, c)))
         spreads = {c: results.ratio(condition, name, c) for c in results.concurrencies}
-        shown = {c: s for c, s in spreads.items() if s and s.count > 1 and name != BASELINE}
+        shown = {c: s for c, s in spreads.items() if s and s.count > 1 and name not in PLAIN}
         right.fill_between(
             list(shown),
             [s.least for s in shown.values()],
@@ -75,7 +76,7 @@ def speeds(results: Results, condition: Condition, names: Sequence[str]) -> Any:
         )
     log_scale(left)
     left.set_ylabel("output tokens/s")
-    right.set_ylabel("ratio to no speculation")
+    right.set_ylabel("ratio to the better plain decoding")
     finish(results, [left, right])
     return figure
 
@@ -128,8 +129,8 @@ def stages(results: Results, condition: Condition) -> Any:
         colour = "lightgray" if name == "rest" else None
         axis.bar(places, heights, 0.6, bottom=bottom, label=name, color=colour)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    plain = [results.step_ms(condition, BASELINE, c) or 0.0 for c in loads]
-    axis.plot(places, plain, "k_", markersize=28, label="whole step, no speculation")
+    plain = [results.step_ms(condition, results.baseline(condition, c), c) or 0.0 for c in loads]
+    axis.plot(places, plain, "k_", markersize=28, label="whole step, better plain decoding")
     axis.set_xticks(places, [str(c) for c in loads])
     axis.set_xlabel("concurrency")
     axis.set_ylabel(f"{results.default}: ms per step")
@@ -180,7 +181,7 @@ def curve(axis: Any, results: Results, name: str, y: Callable[[str, int], float 
         marker="o",
         markersize=3,
         color=COLOURS.get(name),
-        linestyle="--" if name == BASELINE else "-",
+        linestyle="--" if name in PLAIN else "-",
         linewidth=2.6 if name == results.default else 1.3,
         label=label(name, results.default),
     )

@@ -3,7 +3,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,15 +11,15 @@ from typing import Any
 
 from benchmarks.serving import client, counters
 from benchmarks.serving.datasets import Prompts
-from benchmarks.serving.engines import ECHO_SERVER, Engine, Lineup
+from benchmarks.serving.engines import ECHO_SERVER, PLAIN, Engine, Lineup
 from benchmarks.serving.errors import BenchmarkError
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.journal import Journal
-from benchmarks.serving.plan import Estimate, Measurement, Sizes, by_key, next_round_fits
+from benchmarks.serving.plan import Estimate, Measurement, Sizes, next_round_fits, still_to_measure
 from benchmarks.serving.servers import MODEL_NAME, Server, Serving
 from benchmarks.serving.sizing import server_bytes
 
-WARM_UP_REQUESTS = 4
+WARM_UP_PROMPT = "Count from one to one hundred."
 WARM_UP_TOKENS = 16
 
 
@@ -45,16 +45,16 @@ class Bench:
         self.estimate = Estimate(self.sizes)
         for record in self.journal.measurements:
             self.estimate.learn(record["concurrency"], record["seconds"])
+        self.schedules_ahead: dict[str, bool] = {}
         self.started = time.monotonic()
         for group, items in groupby(self.plan, key=lambda item: item.group):
-            left = self._left(list(items))
+            left = self._left(items)
             if left:
                 self._run_group(group, left)
         self.journal.add("complete", {})
 
-    def _left(self, plan: Sequence[Measurement]) -> list[Measurement]:
-        done = by_key(self.journal.measurements)
-        return [item for item in plan if item not in done]
+    def _left(self, plan: Iterable[Measurement]) -> list[Measurement]:
+        return still_to_measure(plan, self.journal.measurements)
 
     def _run_group(self, group: int, plan: Sequence[Measurement]) -> None:
         configs = {name: self.lineup.servers[name] for name in self.groups[group]}
@@ -70,19 +70,20 @@ class Bench:
             self._measure_all(fleet, group, plan)
 
     def _warm_up(self, fleet: Fleet) -> None:
+        """At the highest load: what a server prepares when it meets a batch of a new size should
+        not be part of its first measurement."""
+        most = max(item.concurrency for item in self.plan)
+        load = client.Load([WARM_UP_PROMPT] * most, most, most, WARM_UP_TOKENS, 0.0, self.seed)
         for engine in self.lineup.engines:
             server = fleet.servers.get(engine.server)
             if server is not None:
                 self.say(f"warming up {engine.name}")
-                prompts = self._first_prompts().take(0, WARM_UP_REQUESTS)
-                load = client.Load(prompts, 2, WARM_UP_TOKENS, 0.0, self.seed)
                 server.go_on()
                 self._switch(server, engine)
                 self._send(server, load)
+                if engine.name in PLAIN:
+                    self.schedules_ahead[engine.name] = server.schedules_ahead()
                 server.halt()
-
-    def _first_prompts(self) -> Prompts:
-        return next(iter(self.prompts.values()))
 
     def _measure_all(self, fleet: Fleet, group: int, plan: Sequence[Measurement]) -> None:
         round_before = None
@@ -110,9 +111,11 @@ class Bench:
         """One line of the journal."""
         server.go_on()
         self._switch(server, self.lineup.engine(item.engine))
-        count = self.sizes.requests(item.concurrency)
+        prompts = self.prompts[item.dataset]
+        count = self.sizes.requests(item.concurrency, len(prompts.sets))
         load = client.Load(
-            prompts=self.prompts[item.dataset].take(item.round * count, count),
+            prompts=prompts.starting_at(item.round * count),
+            requests=count,
             concurrency=item.concurrency,
             output_tokens=self.sizes.output_tokens,
             temperature=item.temperature,
@@ -137,6 +140,9 @@ class Bench:
                 "others": max(0.0, spent[3] - spent[0] - spent[1] - spent[2]) / seconds,
             },
         }
+        if item.engine in self.schedules_ahead:
+            record["schedules_ahead"] = self.schedules_ahead[item.engine]
+        server.settle()
         server.halt()
         return record
 
@@ -155,7 +161,7 @@ class Bench:
     def _progress(self, item: Measurement, left: Sequence[Measurement]) -> None:
         remaining = self.estimate.total(left)
         remaining += sum(
-            self.estimate.total(self._left([p for p in self.plan if p.group == group]))
+            self.estimate.total(self._left(p for p in self.plan if p.group == group))
             for group in range(item.group + 1, len(self.groups))
         )
         # A round that has begun is finished, whatever the time limit.

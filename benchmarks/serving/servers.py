@@ -16,15 +16,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import counters
-from benchmarks.serving.engines import needs_quiet_start
+from benchmarks.serving.engines import PLAIN, needs_quiet_start
 from benchmarks.serving.errors import BenchmarkError
 from vllm_echo.core.config_file import is_echo_request
 from vllm_echo.core.timing import STAGE_TIMES_ENV
@@ -34,6 +35,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 HOST = "127.0.0.1"
 MODEL_NAME = "benchmark"
 STOP_TIMEOUT = 20
+SETTLE_TIMEOUT = 30
 LOG_LINES = 8
 CAUSE = re.compile(r"\b\w*(Error|Exception): |\berror: ")
 PR_SET_PDEATHSIG = 1
@@ -55,7 +57,12 @@ class Serving:
     sampling: bool = False
     """Some requests have a temperature above 0."""
 
-    def command(self, port: int, speculative_config: Mapping[str, Any] | None) -> list[str]:
+    def command(
+        self,
+        port: int,
+        speculative_config: Mapping[str, Any] | None,
+        options: Sequence[str] = (),
+    ) -> list[str]:
         stock = speculative_config is not None and not is_echo_request(speculative_config)
         if stock and self.sampling:
             command = [sys.executable, "-m", "benchmarks.serving.mended"]
@@ -72,7 +79,7 @@ class Serving:
         command += ["--no-enable-chunked-prefill", "--disable-uvicorn-access-log"]
         if speculative_config is not None:
             command += ["--speculative-config", json.dumps(speculative_config)]
-        return command
+        return [*command, *options]
 
 
 def environment(stages: Path) -> dict[str, str]:
@@ -115,7 +122,7 @@ class Server:
         self.stages.unlink(missing_ok=True)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                serving.command(port, speculative_config),
+                serving.command(port, speculative_config, PLAIN.get(name, ())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -153,8 +160,32 @@ class Server:
         self._halted = False
 
     def metrics(self) -> dict[str, float]:
+        return counters.parse_metrics(self._metrics_page())
+
+    def _metrics_page(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
-            return counters.parse_metrics(response.read().decode())
+            return response.read().decode()
+
+    def settle(self) -> None:
+        """Wait until requests that were broken off are gone. vLLM counts what runs when it makes a
+        step, so one more token is asked for until nothing else is there."""
+        body = {"model": MODEL_NAME, "prompt": "a", "max_tokens": 1}
+        deadline = time.monotonic() + SETTLE_TIMEOUT
+        while time.monotonic() < deadline:
+            self._post("/v1/completions", body)
+            if not counters.unfinished_requests(self._metrics_page()):
+                return
+            time.sleep(0.05)
+        raise BenchmarkError(
+            f"{self.name}: requests that were broken off still ran {SETTLE_TIMEOUT} s later; see "
+            f"{self.log}"
+        )
+
+    def schedules_ahead(self) -> bool:
+        """Is asynchronous scheduling on, whatever was asked for?"""
+        url = f"{self.url}/server_info?config_format=json"
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return bool(json.load(response)["vllm_config"]["scheduler_config"]["async_scheduling"])
 
     def switch(self, changes: Mapping[str, Any]) -> None:
         """Serve with the options of the start, but for ``changes``."""
@@ -168,17 +199,18 @@ class Server:
 
     def _set_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         body = {"method": "set_echo_options", "args": [options]}
+        return self._post("/collective_rpc", body)["results"][0]
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"{self.url}/collective_rpc",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return json.load(response)["results"][0]
+                return json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace").strip()
-            raise BenchmarkError(f"{self.name}: set_echo_options: {text[:500]}") from None
+            raise BenchmarkError(f"{self.name}: {path}: {text[:500]}") from None
 
     def stop(self) -> None:
         """End it and everything that it started."""

@@ -10,6 +10,9 @@ from typing import Any
 
 from benchmarks.simulate.plans import PLAIN
 
+OTHER_PLAIN = "none-sync"
+"""Plain decoding in the other of its two settings: the better one of each load counts."""
+
 Measured = dict[str, dict[int, float]]
 """Tokens per second by policy and concurrency."""
 
@@ -30,10 +33,14 @@ def _medians(measurements: Iterable[Mapping[str, Any]]) -> Measured:
         if m.get("temperature", 0) == 0:
             loads = found.setdefault(policy_of(m["engine"]), {})
             loads.setdefault(int(m["concurrency"]), []).append(m["tokens_per_second"])
-    return {
+    medians = {
         name: {load: statistics.median(speeds) for load, speeds in loads.items()}
         for name, loads in found.items()
     }
+    for load, speed in medians.pop(OTHER_PLAIN, {}).items():
+        plain = medians.setdefault(PLAIN, {})
+        plain[load] = max(speed, plain.get(load, 0.0))
+    return medians
 
 
 def _table(raw: Mapping[str, Any]) -> Measured:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from benchmarks.serving.engines import build_lineup
+from benchmarks.serving.engines import PLAIN, build_lineup
 from benchmarks.serving.journal import Journal
 
 ECHO_CONFIG = {
@@ -32,7 +32,7 @@ def measurement(
     engine: str, concurrency: int, number: int, speed: float, **changes: Any
 ) -> dict[str, Any]:
     """One line of a journal."""
-    speculates = engine != "none"
+    speculates = engine not in PLAIN
     return {
         "group": 0,
         "round": number,
@@ -42,6 +42,7 @@ def measurement(
         "engine": engine,
         "seconds": 1000 / speed,
         "output_tokens": 1000,
+        "tokens": 1200,
         "tokens_per_second": speed,
         "every_tpot_ms": [1000 / speed] * 9 + [5000 / speed],
         "every_e2e_ms": [100000 / speed] * 10,

@@ -21,6 +21,9 @@ vllm:iteration_tokens_total_count{engine="0"} 12.0
 vllm:num_preemptions_total{engine="0"} 1.0
 vllm:spec_decode_echo_num_nodes_drafted_total{depth="1",engine="0"} 30.0
 vllm:spec_decode_echo_num_nodes_drafted_total{depth="2",engine="0"} 12.0
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0
 process_cpu_seconds_total 9.63
 """
 
@@ -34,6 +37,11 @@ def test_metrics():
         "preemptions": 1.0,
         "echo_num_nodes_drafted": 42.0,
     }
+
+
+def test_requests_that_are_not_finished():
+    assert counters.unfinished_requests(PAGE) == 5.0
+    assert counters.unfinished_requests("") == 0.0
 
 
 def test_differences_between_two_moments():

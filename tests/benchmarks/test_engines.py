@@ -31,8 +31,8 @@ def test_policies_share_one_server():
     lineup = build_lineup(WITH_PROFILE)
     shared = [engine for engine in lineup.engines if engine.server == "echo"]
     assert len(shared) == len(POLICIES) + len(ABLATIONS)
-    assert len(lineup.servers) == 8
-    assert lineup.servers["none"] is None
+    assert len(lineup.servers) == 9
+    assert lineup.servers["none"] is lineup.servers["none-sync"] is None
 
 
 def test_goodput_needs_a_profile():
@@ -68,30 +68,37 @@ def test_a_start_that_measures_the_machine_is_known(options, quiet):
 def test_the_default_is_the_configuration_as_given(config, default):
     lineup = build_lineup(config)
     assert lineup.default == default
-    assert names(lineup.select(["default"])) == ["none", default]
+    assert names(lineup.select(["default"])) == ["none", "none-sync", default]
 
 
-def test_select_keeps_the_order_the_baseline_and_only_servers_that_are_used():
+@pytest.mark.parametrize("chosen", [["none"], ["none-sync"], ["echo"]])
+def test_both_settings_of_plain_decoding_are_in_every_selection(chosen):
+    """Catches a comparison with the slower one alone."""
+    assert names(build_lineup(ECHO_CONFIG).select(chosen))[:2] == ["none", "none-sync"]
+
+
+def test_select_keeps_the_order_and_only_servers_that_are_used():
     lineup = build_lineup(ECHO_CONFIG).select(["echo", "eagle3"])
-    assert names(lineup) == ["none", *(f"eagle3-{k}" for k in range(1, 6)), "echo"]
-    assert list(lineup.servers) == ["none", *(f"eagle3-{k}" for k in range(1, 6)), "echo"]
+    expected = ["none", "none-sync", *(f"eagle3-{k}" for k in range(1, 6)), "echo"]
+    assert names(lineup) == list(lineup.servers) == expected
     assert names(build_lineup(ECHO_CONFIG).select(["all"])) == names(build_lineup(ECHO_CONFIG))
 
 
 def test_a_wrong_engine_is_refused_with_the_choices():
-    with pytest.raises(BenchmarkError, match="choose from none, eagle3-1"):
+    with pytest.raises(BenchmarkError, match="choose from none, none-sync, eagle3-1"):
         build_lineup(ECHO_CONFIG).select(["eagle"])
 
 
 def test_further_configurations_of_vllm():
     lineup = build_lineup(ECHO_CONFIG, {"mine": {"method": "ngram"}}).select(["mine"])
-    assert lineup.servers == {"none": None, "mine": {"method": "ngram"}}
+    assert lineup.servers == {"none": None, "none-sync": None, "mine": {"method": "ngram"}}
     with pytest.raises(BenchmarkError, match="another name"):
         build_lineup(ECHO_CONFIG, {"echo": {"method": "ngram"}})
 
 
 def test_labels():
     assert label("none") == "no speculation"
+    assert label("none-sync") == "no speculation, --no-async-scheduling"
     assert label("eagle3-4") == "vLLM eagle3, K = 4"
     assert label("echo", default="echo") == "echo (default)"
 

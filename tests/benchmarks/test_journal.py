@@ -52,6 +52,18 @@ def test_a_complete_run_is_put_aside(tmp_path):
     assert len(list(tmp_path.glob("results-until-*.jsonl"))) == 1
 
 
+def test_what_was_measured_otherwise_is_not_reported(tmp_path):
+    """Catches an old folder's numbers under a text that describes the present method."""
+    path = interrupted(tmp_path).path
+    Journal(tmp_path).require_format()
+    path.write_text(path.read_text().replace('"format": 2, ', ""))
+    journal = Journal(tmp_path)
+    with pytest.raises(BenchmarkError, match="measured otherwise; measure again"):
+        journal.require_format()
+    with pytest.raises(BenchmarkError, match=r"\(format\).*--fresh"):
+        journal.begin(SETTINGS, {})
+
+
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "results.jsonl").write_text('nonsense\n{"kind": "complete"}\n')
     with pytest.raises(BenchmarkError, match="line 1"):

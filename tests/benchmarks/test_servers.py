@@ -32,7 +32,7 @@ DIES = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
 class Program(Serving):
     """Runs ``model`` as a program."""
 
-    def command(self, port, speculative_config):
+    def command(self, port, speculative_config, options=()):
         return [sys.executable, "-c", self.model, str(port)]
 
 
@@ -128,6 +128,55 @@ def test_the_command(tmp_path):
     assert command[command.index("--speculative-config") + 1] == '{"method": "echo"}'
     assert "--speculative-config" not in Serving("m", "bfloat16", 2048, 64, 2**30).command(1, None)
     assert servers.environment(tmp_path / "s.json")["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_two_settings_of_plain_decoding_are_two_commands(tmp_path):
+    """Catches a second baseline that is started as the first one is."""
+    seen = {}
+
+    class Kept(Program):
+        def command(self, port, speculative_config, options=()):
+            seen[port] = Serving.command(self, port, speculative_config, options)
+            return super().command(port, speculative_config)
+
+    serving, first = Kept(SERVES, "float32", 64, 4, 2**20), free_port(3)
+    configs = {"none": None, "none-sync": None, "eagle3-1": {"method": "eagle3"}}
+    with Fleet() as fleet:
+        fleet.start(configs, serving, first, tmp_path, 3, 2**20, lambda _: None)
+        ports = {name: server.port for name, server in fleet.servers.items()}
+    flagged = [name for name, port in ports.items() if "--no-async-scheduling" in seen[port]]
+    assert flagged == ["none-sync"]
+
+
+SETTLES = """
+import sys, json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+left = [64, 3, 0]  # after each step
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        text = f'vllm:num_requests_running{{engine="0"}} {left[0]}.0'
+        self.wfile.write(text.encode())
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if len(left) > 1: left.pop(0)
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_not_halted_while_broken_off_requests_run(tmp_path, monkeypatch):
+    """Catches a next measurement that begins beside the last one's left-overs. vLLM's count is
+    that of its last step, so reading it without a step would wait for ever."""
+    with Fleet() as fleet:
+        server = start(fleet, SETTLES, tmp_path)
+        server.go_on()
+        assert server._metrics_page().endswith("64.0")
+        server.settle()
+        assert server._metrics_page().endswith(" 0.0")
+        monkeypatch.setattr(servers, "SETTLE_TIMEOUT", 0)
+        with pytest.raises(BenchmarkError, match="one: requests that were broken off still ran"):
+            server.settle()
 
 
 def test_only_vllms_own_speculation_is_mended_and_only_where_something_is_sampled():

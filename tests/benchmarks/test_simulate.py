@@ -287,6 +287,7 @@ def test_measured_journals_give_medians_of_greedy_rounds(tmp_path: Path) -> None
         ("none", 0.0, 60.0),
         ("none", 0.0, 64.0),
         ("none", 1.0, 50.0),
+        ("none-sync", 0.0, 61.0),
         ("eagle3-4", 0.0, 70.0),
     ):
         fields = {"engine": engine, "temperature": temperature, "tokens_per_second": speed}
@@ -297,3 +298,15 @@ def test_measured_journals_give_medians_of_greedy_rounds(tmp_path: Path) -> None
     whole = tmp_path / "results.json"
     whole.write_text(json.dumps({"measurements": lines[1:]}))
     assert read_measured(whole) == read_measured(journal)
+
+
+def test_measured_plain_decoding_is_the_better_of_its_settings_at_each_load(tmp_path: Path) -> None:
+    """Catches an easier opponent: one setting is taken, and the other one listed as a policy."""
+    speeds = {("none", 1): 30, ("none-sync", 1): 33, ("none", 16): 130, ("none-sync", 16): 128}
+    lines = [
+        {"engine": engine, "concurrency": load, "tokens_per_second": speed}
+        for (engine, load), speed in speeds.items()
+    ]
+    whole = tmp_path / "results.json"
+    whole.write_text(json.dumps({"measurements": lines}))
+    assert read_measured(whole) == {"plain": {1: 33, 16: 130}}
