@@ -57,6 +57,12 @@ class StageTimer:
         try:
             yield
         finally:
+            self.since(name, start)
+
+    def since(self, name: str, start: float) -> None:
+        """Add what has passed since ``start`` (``time.perf_counter``): a stage whose two ends are
+        in different functions."""
+        if self.enabled:
             seconds = self._step["seconds"]
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -6,11 +6,13 @@ A step, in the order of the methods below:
     _prepare_inputs                        pack: tree rows, depth positions
     _build_attention_metadata              ancestors to the target's layers
     _model_forward                         verify
+    execute_model, after that              output layer
     rejection_sampler (TreeVerifier)       accept
     _update_states_after_model_execute     commit
     propose_draft_token_ids                catch-up, then draft, gate, schedule
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +80,8 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.timer = StageTimer.from_environment()
         self.recorder: TraceRecorder | None = None
         self._step: Step | None = None
+        self._forward_ended: float | None = None
+        """``perf_counter`` after this step's forward; None before it, and where there is none."""
         self._stats: StepStats | None = None
         self.target_layers: list[Attention] = []
         self._settle_thinking_budgets()
@@ -242,9 +246,19 @@ class EchoCPUModelRunner(CPUModelRunner):
             for builder in builders:
                 builder.super_tree = None
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward_ended = None
+        output = super().execute_model(*args, **kwargs)
+        if self._forward_ended is not None:
+            # Nothing else of weight comes between: the target's logits, one row a tree row.
+            self.timer.since("output_layer", self._forward_ended)
+        return output
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.timer.stage("verify"):
-            return super()._model_forward(*args, **kwargs)
+            output = super()._model_forward(*args, **kwargs)
+        self._forward_ended = time.perf_counter()
+        return output
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
