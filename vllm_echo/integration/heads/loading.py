@@ -64,11 +64,10 @@ def accounted_loading(speculative_config: SpeculativeConfig) -> Iterator[None]:
         account(where, tensors, form)
         if not form.uses_aux_layers and any(name.startswith("fc.") for name in tensors):
             logger.warning_once("ECHO: the head's fc is left out (use_aux_hidden_state false).")
-        fillable = dict(_fillable_parameters(model))
-        for parameter in fillable.values():
+        for _, parameter in _fillable_parameters(model):
             _mark(parameter)
         loaded = plain_load_weights(model, as_vllm_takes_them(tensors, form).items())
-        for name, parameter in fillable.items():
+        for name, parameter in _fillable_parameters(model):
             if name not in SHARED and _keeps_mark(parameter):
                 raise EchoConfigError(
                     f"{where} leaves the parameter {name} of {type(model).__name__} unfilled, in "
