@@ -25,10 +25,10 @@ serve: install ## set up everything and serve the demo model (HOST, PORT, MODEL,
 test: install-dev demo ## set up everything and run all tests (PYTEST_ARGS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-bench: install ## measure all engines and policies through the server, hours (EVAL_DATA, BENCH_ARGS)
+bench: install ## the sweep through the server: plain decoding, eagle3, echo; hours (EVAL_DATA, BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.serving $(if $(EVAL_DATA),--data '$(EVAL_DATA)') $(BENCH_ARGS)
 
-bench-quick: install ## the main table in under ten minutes (EVAL_DATA, BENCH_ARGS)
+bench-quick: install ## a small table of the same in under ten minutes (EVAL_DATA, BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.serving --quick $(if $(EVAL_DATA),--data '$(EVAL_DATA)') $(BENCH_ARGS)
 
 bench-ops: install ## the operators against their floors, minutes (BENCH_ARGS)

@@ -2,9 +2,9 @@
 """A client that keeps a number of streaming chat requests running, and times them.
 
 The load is held: until the last of the requests that are waited for is answered, every slot that
-becomes free sends another one, and what still runs then is broken off. Without that, a third to a
-half of a measurement at 64 requests would be its end, in which ever fewer run and speculation is
-at its best. Throughput is every token that arrived from the first request on, prompts' time
+becomes free sends another one, and what still runs then is broken off. Without that, a third of a
+measurement's time (two requests a slot) is its end, in which ever fewer run and speculation is at
+its best. Throughput is every token that arrived from the first request on, prompts' time
 included, over that time; latencies are those of the requests that are waited for, which differ from
 engine to engine in nothing.
 

@@ -4,10 +4,10 @@
 An engine is one line of a table. All of echo's policies share one server, which is switched
 between measurements; every other engine has a server of its own.
 
-Plain decoding is served twice, as vLLM starts it and with `--no-async-scheduling`: asynchronous
-scheduling is vLLM's default where the platform has it, and on small CPUs it costs more than it
-brings. Both are in every selection and every group of servers; what speculates is judged by the
-better of the two (results.py).
+Plain decoding is served twice, as vLLM starts it and with `--no-async-scheduling`, so that nothing
+is won against the worse of two settings: what speculates runs without asynchronous scheduling,
+which is vLLM's default where the platform has it. Both are in every selection and every group of
+servers; ratios are to the better of the two (results.py).
 """
 
 import json
