@@ -49,6 +49,26 @@ def test_the_command_starts_under_the_cpu_wheels_name() -> None:
     ids=["argument", "option", "head"],
 )
 def test_serve_ends_with_one_message(target: Path, config: str | dict, expected: str) -> None:
+    expect_one_message(target, config, expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"max_model_len": 4096}, "max_model_len: the head's 4096 tokens"),
+        ({"quantization": "gptq"}, 'quantization: "gptq" does not fit the head'),
+        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size: 2 does not fit"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keys_of_vllms_own_that_do_not_fit_end_it_so_too(
+    target: Path, head: Path, keys: dict, expected: str
+) -> None:
+    """vLLM's validators would end it with a traceback and status 1."""
+    expect_one_message(target, {"method": "echo", "model": str(head), **keys}, expected)
+
+
+def expect_one_message(target: Path, config: str | dict, expected: str) -> None:
     text = config if isinstance(config, str) else json.dumps(config)
     done = vllm("serve", str(target), "--skip-tokenizer-init", "--speculative-config", text)
     errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 pytest.importorskip("vllm")
 
@@ -85,6 +86,15 @@ def test_the_same_arguments_may_be_used_twice(target: Path, head: Path) -> None:
     [
         ({"async_scheduling": True}, "leave --async-scheduling out"),
         ({"kv_cache_dtype": "fp8"}, "KV cache of type fp8"),
+        # vLLM serves both without speculation; tree attention reads the query's own type.
+        (
+            {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
+            "KV cache of type bfloat16 beside a model of type float32 .* use --kv-cache-dtype auto",
+        ),
+        (
+            {"dtype": "bfloat16", "kv_cache_dtype": "float16"},
+            "KV cache of type float16 beside a model of type bfloat16 .* --kv-cache-dtype bfloat16",
+        ),
         ({"enable_lora": True}, "LoRA"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -108,6 +118,64 @@ def test_what_is_not_served_is_refused_with_a_remedy(
         engine_config(target, speculative_config=echo(head), **options)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value), "a remedy follows"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_models_own_dtype_may_be_named_for_the_kv_cache(
+    target: Path, head: Path, dtype: str
+) -> None:
+    options = {"dtype": dtype, "kv_cache_dtype": dtype}
+    config = engine_config(target, speculative_config=echo(head), **options)
+    assert config.cache_config.cache_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "expected"),
+    [
+        ({"max_model_len": 129}, {}, "max_model_len: the head's 129 .* engine's 128; give at most"),
+        ({"max_model_len": 4096}, {"max_model_len": None}, "max_model_len: .* the engine's 2048"),
+        (
+            {"draft_tensor_parallel_size": 2},
+            {},
+            "draft_tensor_parallel_size: 2 does not fit .*tensor_parallel_size 1, .* give 1",
+        ),
+        # vLLM takes it, and shards the head over both ranks all the same.
+        (
+            {"draft_tensor_parallel_size": 1},
+            {"tensor_parallel_size": 2},
+            "draft_tensor_parallel_size: 1 does not fit .*tensor_parallel_size 2, .* give 2",
+        ),
+        ({"quantization": "gtpq"}, {}, 'quantization: "gtpq" is no method .*did you mean .gptq.'),
+        ({"quantization": ""}, {}, 'quantization: "" is no method that vLLM knows'),
+        ({"quantization": "fp8"}, {}, 'no kernels for "fp8" on a CPU; give another method'),
+        # These serve until the worker loads the head.
+        ({"quantization": "awq"}, {}, 'quantization: "awq" does not fit the head .*; leave'),
+        ({"quantization": "compressed-tensors"}, {}, '"compressed-tensors" does not fit the head'),
+        # vLLM's own words where we know nothing better.
+        ({}, {"tensor_parallel_size": 3}, "speculative_config: vLLM refuses .*divisible by tensor"),
+    ],
+)
+def test_keys_of_vllms_own_that_do_not_fit_are_one_message(
+    target: Path, head: Path, keys: dict[str, Any], options: dict[str, Any], expected: str
+) -> None:
+    """vLLM answers some with a traceback of pydantic's, others when the worker is up."""
+    with pytest.raises(EchoConfigError, match=expected) as caught:
+        engine_config(target, speculative_config=echo(head, **keys), **options)
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value), "a remedy follows"
+
+
+def test_what_vllm_refuses_of_another_method_stays_vllms_error(target: Path, head: Path) -> None:
+    raw = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    with pytest.raises(ValidationError, match="speculative_max_model_len=129"):
+        engine_config(target, speculative_config=raw | {"max_model_len": 129})
+
+
+def test_a_head_may_be_quantised_while_it_is_loaded(target: Path, head: Path) -> None:
+    raw = echo(head, quantization="int8_per_channel_weight_only")
+    speculative = engine_config(target, speculative_config=raw).speculative_config
+    assert speculative is not None and speculative.draft_model_config is not None
+    assert speculative.draft_model_config.quantization == "int8_per_channel_weight_only"
 
 
 def test_model_runner_v2_is_refused(

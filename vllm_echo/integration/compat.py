@@ -33,6 +33,9 @@ QWEN3_EAGLE3_ARCHITECTURES = ("Eagle3Qwen3ForCausalLM",)
 AMBIGUOUS_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_NUM_AUX_HIDDEN_STATES = 3
 
+# Methods that quantise any checkpoint while it is loaded, and then miss their kernels on a CPU.
+QUANTIZATIONS_WITHOUT_CPU_KERNELS = ("fp8", "fp8_per_tensor", "mxfp8")
+
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The layers that vLLM's models of ``num_layers`` hand out when a head does not say which."""

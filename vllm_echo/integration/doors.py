@@ -35,7 +35,7 @@ __all__ = [
     "finish_loading",
     "is_echo",
     "load_speculative_config",
-    "normalise_speculative_config",
+    "make_speculative_config",
     "offer_echo",
     "processor_factors",
     "run_cli",
@@ -100,6 +100,27 @@ def _refuse_misspelt_method(value: Any) -> None:
         raise EchoConfigError(f'method: {method!r} is no method; did you mean "{METHOD}"?')
 
 
+def make_speculative_config(
+    value: dict[str, Any],
+    target_model_config: "ModelConfig",
+    async_scheduling: bool | None = None,
+) -> "SpeculativeConfig":
+    """vLLM's SpeculativeConfig for what the user wrote. What vLLM refuses of a configuration for
+    echo is an EchoConfigError: its own comes out as a traceback."""
+    from pydantic import ValidationError
+    from vllm.config import SpeculativeConfig
+
+    arguments = normalise_speculative_config(value, target_model_config, async_scheduling)
+    try:
+        return SpeculativeConfig(**arguments)
+    except ValidationError as error:
+        if not is_echo_request(value):
+            raise
+        from vllm_echo.integration.refusals import refused_by_vllm
+
+        raise refused_by_vllm(error) from None
+
+
 def normalise_speculative_config(
     value: dict[str, Any],
     target_model_config: "ModelConfig",
@@ -125,6 +146,7 @@ def normalise_speculative_config(
             "step cannot be scheduled ahead; leave --async-scheduling out"
         )
     raw = normalise_keys(value)
+    refusals.check_draft_keys(raw, target_model_config)
     model = check_head(raw, config, target_model_config)
     passed = {key: raw[key] for key in VLLM_KEYS if raw.get(key) is not None}
     engine = {key: raw[key] for key in raw if key.startswith("target_")}

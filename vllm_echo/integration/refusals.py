@@ -6,15 +6,22 @@ is served and tested.
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from vllm_echo.core.checks import did_you_mean, show
 from vllm_echo.errors import EchoConfigError
-from vllm_echo.integration.compat import CARRIER_METHOD, ECHO_CPU_WORKER, STOCK_CPU_WORKER
+from vllm_echo.integration.compat import (
+    CARRIER_METHOD,
+    ECHO_CPU_WORKER,
+    QUANTIZATIONS_WITHOUT_CPU_KERNELS,
+    STOCK_CPU_WORKER,
+)
 from vllm_echo.integration.log import echo_logger
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from vllm.config import ModelConfig, VllmConfig
 
 Rule = tuple[bool, str, str]
@@ -48,6 +55,53 @@ def check_platform() -> None:
         )
 
 
+def check_draft_keys(raw: Mapping[str, Any], target: "ModelConfig") -> None:
+    """Refuse values of vLLM's own keys that do not fit the engine. ``raw`` is the user's
+    speculative configuration with its keys normalised and their types judged."""
+    length, most = raw.get("max_model_len"), target.max_model_len
+    if length is not None and length > most:
+        raise EchoConfigError(
+            f"max_model_len: the head's {length} tokens of context are more than the engine's "
+            f"{most}; give at most {most}, raise --max-model-len, or leave the key out"
+        )
+    ranks = raw["target_parallel_config"].tensor_parallel_size
+    draft_ranks = raw.get("draft_tensor_parallel_size")
+    if draft_ranks not in (None, ranks):
+        raise EchoConfigError(
+            f"draft_tensor_parallel_size: {draft_ranks} does not fit an engine with "
+            f"tensor_parallel_size {ranks}, whose ranks share the head; give {ranks}, or leave the "
+            "key out"
+        )
+    _check_quantization_method(raw.get("quantization"))
+
+
+def _check_quantization_method(name: str | None) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    if name in QUANTIZATIONS_WITHOUT_CPU_KERNELS:
+        raise EchoConfigError(
+            f'quantization: vLLM has no kernels for "{name}" on a CPU; give another method '
+            '("int8_per_channel_weight_only" takes any head), or leave the key out'
+        )
+    if name is not None and name not in QUANTIZATION_METHODS:
+        raise EchoConfigError(
+            f"quantization: {show(name)} is no method that vLLM knows"
+            f"{did_you_mean(name, QUANTIZATION_METHODS)}; leave the key out, or give the method by "
+            "which the head was quantised"
+        )
+
+
+def refused_by_vllm(error: "ValidationError") -> EchoConfigError:
+    """The first of vLLM's reasons why a speculative configuration is none, in one line."""
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"])) or "speculative_config"
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split()).rstrip(".")
+    return EchoConfigError(
+        f'{key}: vLLM refuses the head or a key beside "echo" ({reason}); correct it, or give '
+        "another head"
+    )
+
+
 def check_engine(vllm_config: "VllmConfig") -> None:
     """Refuse what the engine is configured for and echo cannot do."""
     speculative_config = vllm_config.speculative_config
@@ -56,6 +110,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     for refused, what, remedy in (*_engine_rules(vllm_config), *_target_rules(target)):
         if refused:
             raise EchoConfigError(f"method: echo does not serve {what} yet; {remedy}")
+    _check_head_quantization(vllm_config)
     _check_worker(vllm_config.parallel_config.worker_cls)
 
 
@@ -87,12 +142,17 @@ def _engine_rules(vllm_config: "VllmConfig") -> Iterator[Rule]:
         "Model Runner V2 on a CPU",
         "set VLLM_USE_V2_MODEL_RUNNER=0 in the environment",
     )
-    dtype = vllm_config.cache_config.cache_dtype
+    dtype, own = vllm_config.cache_config.cache_dtype, _own_dtype(vllm_config.model_config)
     yield (
-        dtype not in ("auto", "float16", "bfloat16"),
-        f"a KV cache of type {dtype}",
-        "use --kv-cache-dtype auto",
+        dtype not in ("auto", own),
+        f"a KV cache of type {dtype} beside a model of type {own}",
+        f"use --kv-cache-dtype {'auto' if own == 'float32' else own}",
     )
+
+
+def _own_dtype(model: "ModelConfig") -> str:
+    """The model's dtype as --dtype has it."""
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _target_rules(target: "ModelConfig") -> Iterator[Rule]:
@@ -149,6 +209,20 @@ def _attention_rules(hf_config: Any) -> Iterator[Rule]:
         "soft-capped attention logits",
         OTHER_TARGET,
     )
+
+
+def _check_head_quantization(vllm_config: "VllmConfig") -> None:
+    """The worker would find a method that the head's files do not fit while it loads them."""
+    assert vllm_config.speculative_config is not None
+    head = vllm_config.speculative_config.draft_model_config
+    try:
+        vllm_config.get_quantization_config(head, vllm_config.load_config)
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise EchoConfigError(
+            f'quantization: "{head.quantization}" does not fit the head {head.model!r}, whose '
+            f"files hold no such weights ({reason}); leave the key out, or give a head quantised so"
+        ) from None
 
 
 def _check_worker(worker_cls: str | type) -> None:
