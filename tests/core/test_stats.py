@@ -14,7 +14,7 @@ from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.draft import DraftBatch, Frontier
 from vllm_echo.core.pack import pack_roots, pack_trees
 from vllm_echo.core.pipeline import EchoPipeline, Proposal
-from vllm_echo.core.stats import StepStats, nodes_moved
+from vllm_echo.core.stats import StepStats, Undrafted, nodes_moved
 from vllm_echo.core.tree import AcceptedPaths, DraftTrees, SuperTree
 
 CPU = torch.device("cpu")
@@ -97,6 +97,11 @@ def node_by_node(
         for score, depth in zip(scores.tolist(), depths.tolist(), strict=True):
             if math.isfinite(score):
                 count(stats.drafted, depth - 1)
+    for scores, cap in zip(
+        proposal.candidates.scores.tolist(), proposal.growth.caps.tolist(), strict=True
+    ):
+        if not any(map(math.isfinite, scores)):
+            count(stats.undrafted, Undrafted.NO_SCORE if cap else Undrafted.NO_BUDGET)
     stats.offered = proposal.growth.offer.num_nodes
     for depths, num_nodes in zip(
         proposal.trees.depths.tolist(), proposal.trees.num_nodes.tolist(), strict=True
@@ -148,6 +153,7 @@ def test_a_step_is_counted_as_node_by_node(policy: str) -> None:
         emitted += sum(len(tree) > 0 for tree in trees)
     assert sum(total.emitted) == emitted
     assert total.num_steps == len(SEEDS)
+    assert sum(total.undrafted[: Undrafted.NO_SCORE]) > 0, "no budget that does not move ran out"
     gated = policy in ("echo", "dense", "fixed-threshold")
     assert (sum(total.gate_passes) > 0) == (sum(total.gate_truncations) > 0) == gated
     assert (total.on_width == 0) == (policy == "chain")
@@ -162,6 +168,20 @@ def test_a_step_without_drafts_counts_itself_only() -> None:
     stats = StepStats.of_step(pack_roots(3, CPU), paths, None)
     assert stats == StepStats(steps_without_drafts=1)
     assert stats.accepted == []
+
+
+def test_who_was_left_out_adds_to_whose_head_gave_no_number() -> None:
+    """A head with NaN drafts for its requests in vain, in every step, and nobody would know."""
+    proposal = random_proposal(random.Random(5), EchoConfig(policy="echo", k_max=32), 32)
+    scores = proposal.candidates.scores
+    scores[scores.shape[0] // 2] = torch.nan
+    in_vain = int((~scores.isfinite().any(dim=1)).sum())
+    assert in_vain >= 1
+    tree = pack_roots(3, CPU)
+    left_out = [2, 0, 1]
+    stats = StepStats.of_step(tree, random_walk(random.Random(0), tree), proposal, left_out)
+    assert stats.undrafted == [2, 0, 1, 0, 0, 0, 0, 0, 0, 0, in_vain]
+    assert left_out == [2, 0, 1], "the caller's list"
 
 
 def test_requests_without_nodes_emit_no_accepted_length() -> None:

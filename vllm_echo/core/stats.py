@@ -6,7 +6,9 @@ counts speak of two generations of trees; sums over many steps agree. Only ints 
 counts travel between processes as ``to_dict``, and merge by adding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +16,36 @@ import torch
 
 from vllm_echo.core.pipeline import Proposal
 from vllm_echo.core.tree import AcceptedPaths, SuperTree
+
+
+class Undrafted(IntEnum):
+    """Why a request that goes on has no candidate in a step. The first of them that holds."""
+
+    PREFILL = 0
+    """Its prompt is not all computed."""
+    NO_SAMPLE = 1
+    """No token of the target's could be sampled: its logits are no numbers."""
+    THINKING_BUDGET = 2
+    MAX_MODEL_LEN = 3
+    """No slot for a node is left in its context."""
+    LAST_TOKEN = 4
+    """Its next token is its last."""
+    HEAD_CONTEXT = 5
+    """It is longer than the head's context."""
+    NO_CURVE = 6
+    """The policy needs a cost curve, and there is none."""
+    NO_BUDGET = 7
+    """`k_max` is 0, or less than a node for everybody where no budget moves."""
+    NO_GAIN = 8
+    """At this load no candidate pays."""
+    NO_ROWS = 9
+    """The scheduler's rows are taken by the requests themselves and by prompts."""
+    NO_SCORE = 10
+    """The head's own logits are no numbers."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
 
 
 @dataclass
@@ -43,14 +75,20 @@ class StepStats:
     """Of ``used``: the trees' heights, the one node a layer that makes a tree deeper."""
     on_width: int = 0
     """Of ``used``: all other nodes."""
+    undrafted: list[int] = field(default_factory=list)
+    """[reason]: requests that go on and have no candidate, by ``Undrafted``."""
 
     @classmethod
     def of_step(
-        cls, tree: SuperTree, paths: AcceptedPaths, proposal: Proposal | None
+        cls,
+        tree: SuperTree,
+        paths: AcceptedPaths,
+        proposal: Proposal | None,
+        undrafted: Sequence[int] = (),
     ) -> "StepStats":
         """The step that verified ``tree``, kept ``paths`` and then proposed; None where it
-        drafted for nobody."""
-        stats = cls()
+        drafted for nobody. ``undrafted`` [reason]: requests that were left out of the proposal."""
+        stats = cls(undrafted=list(undrafted))
         if tree.num_nodes:
             stats._count_acceptance(tree, paths)
         if proposal is None or proposal.trees.num_nodes.shape[0] == 0:
@@ -68,8 +106,14 @@ class StepStats:
     def _count_proposal(self, proposal: Proposal) -> None:
         trees, candidates, growth = proposal.trees, proposal.candidates, proposal.growth
         # A column of candidates holds one depth: they are appended layer by layer.
-        in_column = (candidates.scores > -torch.inf).count_nonzero(dim=0).double()
+        is_candidate = candidates.scores > -torch.inf
+        in_column = is_candidate.count_nonzero(dim=0).double()
         self.drafted = torch.bincount(candidates.depths[0], in_column)[1:].int().tolist()
+        without = ~is_candidate.any(dim=1)
+        if without.any():
+            without_budget = int((growth.caps[without] == 0).sum())
+            self._leave_out(Undrafted.NO_BUDGET, without_budget)
+            self._leave_out(Undrafted.NO_SCORE, int(without.sum()) - without_budget)
         self.gate_passes = _by_depth(growth.passed)
         self.gate_truncations = _by_depth(growth.cut)
         self.offered = growth.offer.num_nodes
@@ -79,6 +123,11 @@ class StepStats:
         taken = place < trees.num_nodes[:, None]
         self.on_depth = int((trees.depths * taken).amax(dim=1).sum())
         self.on_width = self.used - self.on_depth
+
+    def _leave_out(self, reason: Undrafted, count: int) -> None:
+        if count:
+            self.undrafted += [0] * (reason + 1 - len(self.undrafted))
+            self.undrafted[reason] += count
 
     @property
     def accepted(self) -> list[int]:

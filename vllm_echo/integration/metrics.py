@@ -14,7 +14,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.policies import ElasticPolicy, make_policy
-from vllm_echo.core.stats import StepStats
+from vllm_echo.core.stats import StepStats, Undrafted
 
 PREFIX = "vllm:spec_decode_echo_"
 
@@ -31,6 +31,7 @@ BY_GATE = {
         "Requests truncated by a gate, by the gate's depth.",
     ),
 }
+UNDRAFTED = ("num_requests_undrafted", "Requests without a candidate, one a step, by reason.")
 PLAIN = {
     "steps_with_drafts": ("num_steps_with_drafts", "Steps that drafted for a request."),
     "steps_without_drafts": ("num_steps_without_drafts", "Steps that drafted for nobody."),
@@ -70,6 +71,7 @@ class EchoProm:
         }
         self._by_depth = {key: counter(spec, ["depth"]) for key, spec in BY_DEPTH.items()}
         self._by_gate = {key: counter(spec, ["gate"]) for key, spec in BY_GATE.items()}
+        self._undrafted = {"undrafted": counter(UNDRAFTED, ["reason"])}
         name, documentation = ACCEPTED_LENGTH
         lengths = histogram_cls(
             name=PREFIX + name,
@@ -78,11 +80,12 @@ class EchoProm:
             labelnames=labelnames,
         )
         self._lengths = create_metric_per_engine(lengths, labelvalues)
-        self._children: dict[tuple[str, int, int], Any] = {}
+        self._children: dict[tuple[str, int, int | str], Any] = {}
         self._start_at_zero(config)
 
     def _start_at_zero(self, config: EchoConfig) -> None:
-        """Show the depths and gates of the configuration before anything happens at them."""
+        """Show the depths and gates of the configuration, and all reasons, before anything
+        happens at them."""
         for engine in self._labelvalues:
             for key in BY_DEPTH:
                 for depth in range(1, config.max_depth + 1):
@@ -90,9 +93,11 @@ class EchoProm:
             for key in BY_GATE:
                 for gate in gates_asked(config):
                     self._child(self._by_gate, key, engine, gate)
+            for reason in Undrafted:
+                self._child(self._undrafted, "undrafted", engine, reason.label)
 
-    def _child(self, counters: dict[str, Any], key: str, engine: int, label: int) -> Any:
-        """The counter of a depth or gate. Kept: making one takes a lock and a look-up."""
+    def _child(self, counters: dict[str, Any], key: str, engine: int, label: int | str) -> Any:
+        """The counter of a depth, gate or reason. Kept: making one takes a lock and a look-up."""
         place = (key, engine, label)
         if place not in self._children:
             values = [*self._labelvalues[engine], str(label)]
@@ -109,6 +114,8 @@ class EchoProm:
                 for label, count in enumerate(getattr(stats, key), start=first):
                     if count:
                         self._child(kinds, key, engine_idx, label).inc(count)
+        for reason, count in by_reason(stats):
+            self._child(self._undrafted, "undrafted", engine_idx, reason.label).inc(count)
         for length, count in enumerate(stats.emitted, start=1):
             for _ in range(count):
                 self._lengths[engine_idx].observe(length)
@@ -145,6 +152,11 @@ def gates_asked(config: EchoConfig) -> list[int]:
     return [depth for depth in range(policy.shape.max_depth) if policy.gates.has_gate(depth)]
 
 
+def by_reason(stats: StepStats) -> list[tuple[Undrafted, int]]:
+    """The reasons that left somebody out, and how often they did."""
+    return [(Undrafted(place), count) for place, count in enumerate(stats.undrafted) if count]
+
+
 def describe(stats: StepStats) -> str:
     """The counts in a line. What did not happen is left out."""
     parts = [f"Steps: {stats.steps_with_drafts} with drafts, {stats.steps_without_drafts} without"]
@@ -162,6 +174,9 @@ def describe(stats: StepStats) -> str:
             f"Budget: {stats.offered} offered, {stats.used} used, {stats.moved} moved, "
             f"{stats.on_depth} on depth, {stats.on_width} on width"
         )
+    left_out = [f"{reason.label}: {count}" for reason, count in by_reason(stats)]
+    if left_out:
+        parts.append(f"Requests without drafts by reason: {', '.join(left_out)}")
     return ", ".join(parts)
 
 
