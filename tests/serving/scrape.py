@@ -52,6 +52,12 @@ class Metrics:
     def budget(self, kind: str) -> float:
         return self.total(f"{ECHO}budget_{kind}_total")
 
+    def left_out(self) -> dict[str, float]:
+        """{reason: requests}, without zeros."""
+        name = f"{ECHO}num_requests_undrafted_total"
+        assert name in self.names
+        return {s.labels["reason"]: s.value for s in self._samples if s.name == name and s.value}
+
     def steps(self, kind: str) -> float:
         return self.total(f"{ECHO}num_steps_{kind}_drafts_total")
 

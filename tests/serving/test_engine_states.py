@@ -134,13 +134,3 @@ def test_ragged_batches_of_every_size(plain: Engine, echo: Engine) -> None:
     for size in range(1, 18):
         assert token_ids(echo.generate(prompts[:size], params[:size])) == token_ids(expected[:size])
     echo.record.require_tree_acceptance()
-
-
-def test_a_head_with_a_shorter_context_stops_drafting_alone(
-    plain: Engine, target: Path, head: Path
-) -> None:
-    """Requests that cross the head's context decode on without drafts; the others keep theirs."""
-    echo = echo_engine(target, head, speculative={"max_model_len": 96})
-    prompts = random_prompts(8, seed=41, shortest=80, longest=130)
-    prompts += random_prompts(8, seed=42, shortest=5, longest=30)
-    expect_identity(plain, echo, greedy_and_seeded(16), prompts=prompts)

@@ -64,11 +64,12 @@ def test_totals_agree_with_vllm_and_with_the_verifier(
 ) -> None:
     prompts, params = random_prompts(30, seed=51), mixed_params(30)
     truths = truths_of(plain.generate(prompts, params))
-    echo = observed_engine(target, head, max_num_batched_tokens=64)
+    echo = observed_engine(target, head, max_num_batched_tokens=128)
     at_start = scrape()
     assert at_start.total(f"{ECHO}num_nodes_drafted_total") == 0, "shown before anything happens"
     assert at_start.labels == {
-        frozenset({"engine", "model_name", *more}) for more in ((), ("depth",), ("gate",), ("le",))
+        frozenset({"engine", "model_name", *more})
+        for more in ((), ("depth",), ("gate",), ("le",), ("reason",))
     }
     echo.follow(truths)
     steps = count_steps(echo)
@@ -80,6 +81,7 @@ def test_totals_agree_with_vllm_and_with_the_verifier(
     assert sum(metrics.nodes("accepted").values()) == echo.record.accepted
     assert metrics.steps("with") + metrics.steps("without") == len(steps)
     assert metrics.steps("with") > 0 < metrics.steps("without"), "prefill was to draft nothing"
+    assert metrics.left_out().keys() == {"prefill", "last_token"}
     assert metrics.budget("offered") == 32 * metrics.steps("with")
     passed, cut = (
         metrics.by(f"{ECHO}num_gate_{kind}_total", "gate") for kind in ("passes", "truncations")
@@ -158,8 +160,14 @@ def test_an_interval_without_drafts_is_finite(
     steps = count_steps(echo)
     echo.generate(random_prompts(3, seed=55), SamplingParams(max_tokens=9, ignore_eos=True))
     vllm_logger.log()
-    assert echo_lines(log_lines) == [f"ECHO metrics: Steps: 0 with drafts, {len(steps)} without"]
     metrics = scrape()
+    left_out = metrics.left_out()
+    assert left_out == {"no_budget": left_out["no_budget"], "last_token": 3}
+    assert left_out["no_budget"] > len(steps)
+    assert echo_lines(log_lines) == [
+        f"ECHO metrics: Steps: 0 with drafts, {len(steps)} without, Requests without drafts by "
+        f"reason: last_token: 3, no_budget: {left_out['no_budget']:.0f}"
+    ]
     metrics.require_consistency()
     assert metrics.steps("without") == len(steps) > 0
     assert metrics.budget("offered") == 0

@@ -5,7 +5,6 @@ draft KV of rows that nobody drafts from."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from vllm import SamplingParams
 from tests.core.steps import GATED
 from tests.serving.harness import Engine, echo_engine, random_prompts, token_ids, truths_of
 from tests.serving.test_identity import greedy
-from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.trace import UNKNOWN, DraftTrace
 from vllm_echo.errors import EchoConfigError
-from vllm_echo.integration.cpu.planner import _next_load
 
 NUM_TOKENS = 24
 PROFILE = {
@@ -221,19 +218,3 @@ def test_a_request_that_ignores_the_end_drafts_beyond_it(engine: Engine, plain: 
     engine.follow(truths_of(outputs))
     assert token_ids(engine.generate(prompts, params)) == token_ids(outputs)
     assert engine.record.accepted > 0
-
-
-def test_prompt_rows_of_a_resumed_request_are_those_that_are_left(engine: Engine) -> None:
-    """A preempted request prefills its own output again: catches rows counted against the
-    prompt's length alone, which are then less than none."""
-    runner = SimpleNamespace(
-        discard_request_mask=SimpleNamespace(np=np.array([True, True, False])),
-        input_batch=SimpleNamespace(req_ids=["resumed", "new", "decoding"]),
-        requests={
-            "resumed": SimpleNamespace(num_prompt_tokens=100, num_tokens=600),
-            "new": SimpleNamespace(num_prompt_tokens=50, num_tokens=50),
-        },
-        max_num_tokens=4096,
-    )
-    load = _next_load(runner, np.array([399, 29, 70]), np.array([True, True, True]))  # type: ignore[arg-type]
-    assert load == StepLoad(1, 200 + 20, 70)

@@ -1,22 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is drafted for after a step, how far, and with what budget."""
+"""Who is drafted for after a step, how far, and with what budget; and why the others are not.
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+Plain data in, plain data out: what the batch holds (``Standing``) and what the engine allows
+(``Limits``) are laid down by the runner.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 
 from vllm_echo.core.budget import NOTHING, Offer
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.draft import DraftBatch
+from vllm_echo.core.policies import Policy, TreeShape
+from vllm_echo.core.stats import Undrafted
 
-if TYPE_CHECKING:
-    from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
+_DRAFTED = -1
+"""Instead of a reason."""
 
-_ENDS = -1
-"""Instead of a depth: the request has just had its last token."""
+
+@dataclass
+class Standing:
+    """Where each of the batch's R requests stands once a step's tokens are known."""
+
+    roots: np.ndarray
+    """[R] int64, last final position: the next step's root is one further, and its nodes' slots
+    follow."""
+    prefilling: np.ndarray
+    """[R] bool, its prompt (or what it had before a preemption) is not all computed."""
+    num_tokens: np.ndarray
+    """[R] int64, prompt and output."""
+    num_output: np.ndarray
+    """[R] int64, output tokens; none although the prefill is done: nothing could be sampled."""
+    output_left: np.ndarray
+    """[R] int64, tokens that it may still emit; 0: it has just had its last one."""
+    sampled: np.ndarray
+    """[R] bool, temperature above 0."""
+    chain_only: np.ndarray
+    """[R] bool, structured output."""
+    thinking_budget: np.ndarray
+    """[R] bool, vLLM's state for it knows one row a step."""
+    num_absent: int = 0
+    """Requests that the runner knows and this step did not carry."""
+
+    @cached_property
+    def goes_on(self) -> np.ndarray:
+        """[R] bool, it will be in a later step."""
+        return (self.output_left > 0) | self.prefilling | (self.num_output == 0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine allows, equal on all ranks."""
+
+    max_nodes: int
+    """Of a request in a step (``num_speculative_tokens``)."""
+    max_model_len: int
+    head_context: int
+    """Positions that the head may look at."""
+    max_requests: int
+    """Seats in a step."""
+    max_rows: int = sys.maxsize
+    """Rows that the scheduler gives in a step, all requests together."""
 
 
 @dataclass
@@ -29,6 +78,8 @@ class DraftPlan:
     """Theirs."""
     load: StepLoad
     offer: Offer
+    undrafted: list[int]
+    """[reason] requests that go on and are not drafted for (``Undrafted``)."""
 
 
 _NOBODY = DraftBatch(
@@ -40,74 +91,88 @@ _NOBODY = DraftBatch(
 )
 
 
-def plan_drafts(runner: "EchoCPUModelRunner", roots: np.ndarray) -> DraftPlan:
-    """``roots`` [R] int64: last final positions; the next step's root is one further, and its
-    nodes' slots follow."""
-    params = [runner.requests[req_id].sampling_params for req_id in runner.input_batch.req_ids]
-    depths = np.array([_useful_depth(runner, i, p) for i, p in enumerate(params)], dtype=np.int32)
-    load = _next_load(runner, roots, depths != _ENDS)
-    most = _most_nodes(runner, roots) * (depths > 0)
-    requests = most.nonzero()[0]
-    sampled = np.array([params[index].temperature > 0 for index in requests], dtype=bool)
+def plan_drafts(now: Standing, limits: Limits, policy: Policy) -> DraftPlan:
+    """Whom to draft for, and the next step's budget."""
+    load = next_load(now, limits)
+    reasons = _reasons(now, limits)
+    requests = (reasons == _DRAFTED).nonzero()[0]
     offer = NOTHING
     if requests.shape[0]:
-        offer = runner.pipeline.policy.offer(load, int(sampled.sum()))
+        offer = policy.offer(load, int(now.sampled[requests].sum()))
+        room = rows_for_nodes(now, load, limits)
+        if offer.num_nodes == 0:
+            reasons[requests] = _why_no_offer(policy.config)
+        elif room == 0:
+            offer, reasons[requests] = NOTHING, Undrafted.NO_ROWS
+        elif offer.num_nodes > room:
+            offer = replace(offer, num_nodes=room)
+    undrafted = np.bincount(reasons[now.goes_on & (reasons != _DRAFTED)]).tolist()
     if offer.num_nodes == 0:
-        return DraftPlan(_NOBODY.max_nodes.long(), _NOBODY, load, offer)
-    chains = [params[index].structured_outputs is not None for index in requests]
-    last_slots = roots[requests] + 1 + runner.pipeline.policy.shape.num_draft_slots
+        return DraftPlan(_NOBODY.max_nodes.long(), _NOBODY, load, offer, undrafted)
+    depths = useful_depths(now, limits, policy.shape)[requests]
+    most = np.minimum(limits.max_model_len - 3 - now.roots[requests], limits.max_nodes)
     batch = DraftBatch(
-        max_nodes=torch.from_numpy(most[requests].astype(np.int32)),
-        can_expand=torch.from_numpy(last_slots <= runner.max_model_len),
-        chain_only=torch.tensor(chains, dtype=torch.bool),
-        max_depths=torch.from_numpy(depths[requests]),
-        sampled=torch.from_numpy(sampled),
+        max_nodes=torch.from_numpy(most.astype(np.int32)),
+        can_expand=torch.from_numpy(depths > 1),
+        chain_only=torch.from_numpy(now.chain_only[requests]),
+        max_depths=torch.from_numpy(depths.astype(np.int32)),
+        sampled=torch.from_numpy(now.sampled[requests]),
     )
-    return DraftPlan(torch.from_numpy(requests), batch, load, offer)
+    return DraftPlan(torch.from_numpy(requests), batch, load, offer, undrafted)
 
 
-def _next_load(runner: "EchoCPUModelRunner", roots: np.ndarray, goes_on: np.ndarray) -> StepLoad:
+def next_load(now: Standing, limits: Limits) -> StepLoad:
     """What the next step will carry, as far as it is known: the scheduler may add prompts that
     wait, and nobody here knows of them."""
-    prefilling = runner.discard_request_mask.np[: len(goes_on)]
-    decoding = goes_on & ~prefilling
-    num_prefill = 0
-    for index in prefilling.nonzero()[0]:
-        request = runner.requests[runner.input_batch.req_ids[index]]
-        num_prefill += request.num_tokens - int(roots[index]) - 1
+    decoding = now.goes_on & ~now.prefilling
+    prompts = (now.num_tokens - now.roots - 1)[now.prefilling]
     return StepLoad(
         num_requests=int(decoding.sum()),
-        num_prefill_tokens=min(max(0, num_prefill), runner.max_num_tokens),
-        num_context_tokens=int(roots[decoding].sum()),
+        num_prefill_tokens=min(max(0, int(prompts.sum())), limits.max_rows),
+        num_context_tokens=int(now.roots[decoding].sum()),
     )
 
 
-def _most_nodes(runner: "EchoCPUModelRunner", roots: np.ndarray) -> np.ndarray:
-    """[R]: nodes that each request's length limits leave room for."""
-    most = runner.pipeline.config.num_speculative_tokens
-    room = np.minimum(np.maximum(runner.max_model_len - 3 - roots, 0), most)
-    # vLLM's head has a length limit of its own.
-    return room * (roots + 2 + runner.num_spec_tokens <= runner.effective_drafter_max_model_len)
+def rows_for_nodes(now: Standing, load: StepLoad, limits: Limits) -> int:
+    """Most nodes that the next step has rows for. The scheduler serves its running requests in
+    turn, one row and the nodes of each, and prompts from what is left: without this bound the
+    nodes of the first would leave no row for the last.
+
+    Of the rows beside the requests' own, half are the prompts': those that are in the batch, and,
+    while there is a free seat, those that may wait for one.
+    """
+    running = int(now.goes_on.sum()) + now.num_absent
+    free = max(0, limits.max_rows - running)
+    prompts = free if running < limits.max_requests else load.num_prefill_tokens
+    return free - min(prompts, free // 2)
 
 
-def _useful_depth(runner: "EchoCPUModelRunner", index: int, params: SamplingParams) -> int:
-    """Deepest layer whose tokens could still be emitted; 0 for a request that is not drafted
-    for: in the middle of its prefill, or with a thinking budget."""
-    if runner.discard_request_mask.np[index]:
-        return 0
-    output = runner.requests[runner.input_batch.req_ids[index]].output_token_ids
-    if not output:
-        return 0  # nothing could be sampled: logits that are no numbers
-    # As vLLM's `check_stop` does after this step: a request may ignore the end of a sequence.
-    stops = output[-1] == params.eos_token_id or output[-1] in (params.stop_token_ids or ())
-    if stops and len(output) >= params.min_tokens:
-        return _ENDS
-    left = runner.max_model_len
-    if params.max_tokens is not None:
-        left = params.max_tokens - len(output)
-    if left <= 0:
-        return _ENDS
-    if params.thinking_token_budget is not None:
-        return 0
+def useful_depths(now: Standing, limits: Limits, shape: TreeShape) -> np.ndarray:
+    """[R] int64, deepest layer that can be drafted and whose tokens could still be emitted."""
     # A step emits an accepted path and one token more.
-    return left - 1
+    emitted = now.output_left - 1
+    # The nodes that are expanded for layer d look at positions up to root + d - 1 ...
+    seen = limits.head_context - now.roots
+    # ... and have a draft slot each behind the root's, within the context.
+    slots = limits.max_model_len - 1 - now.roots
+    held = 1 + np.cumsum(shape.frontier_widths).searchsorted(slots, side="right")
+    return np.minimum(np.minimum(emitted, seen), held)
+
+
+def _reasons(now: Standing, limits: Limits) -> np.ndarray:
+    """[R] int64: why a request is not drafted for, whatever the budget; or ``_DRAFTED``."""
+    reasons = np.full(now.roots.shape, _DRAFTED)
+    # Where several hold, the last one stays: the first in the order of `Undrafted`.
+    reasons[now.roots >= limits.head_context] = Undrafted.HEAD_CONTEXT
+    reasons[now.output_left <= 1] = Undrafted.LAST_TOKEN
+    reasons[now.roots > limits.max_model_len - 4] = Undrafted.MAX_MODEL_LEN
+    reasons[now.thinking_budget] = Undrafted.THINKING_BUDGET
+    reasons[now.num_output == 0] = Undrafted.NO_SAMPLE
+    reasons[now.prefilling] = Undrafted.PREFILL
+    return reasons
+
+
+def _why_no_offer(config: EchoConfig) -> Undrafted:
+    if config.needs_profile and config.profile is None:
+        return Undrafted.NO_CURVE
+    return Undrafted.NO_BUDGET if config.k_max == 0 else Undrafted.NO_GAIN

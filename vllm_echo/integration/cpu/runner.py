@@ -15,13 +15,14 @@ A step, in the order of the methods below:
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -47,11 +48,13 @@ from vllm_echo.integration.cpu.attention import (
     require_tree_attention,
 )
 from vllm_echo.integration.cpu.drafter import CatchUpRows, EagleDraftHead, EchoDrafter
-from vllm_echo.integration.cpu.planner import DraftPlan, plan_drafts
+from vllm_echo.integration.cpu.planner import DraftPlan, Limits, plan_drafts
 from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
+from vllm_echo.integration.cpu.standing import standing_of
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
 from vllm_echo.integration.log import echo_logger
+from vllm_echo.integration.watch import DraftWatch
 
 logger = echo_logger(__name__)
 
@@ -84,6 +87,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         """``perf_counter`` after this step's forward; None before it, and where there is none."""
         self._stats: StepStats | None = None
         self.target_layers: list[Attention] = []
+        self.watch = DraftWatch(speaks=get_tp_group().is_first_rank)
         self._settle_thinking_budgets()
         logger.info("ECHO on the V1 CPU runner: %s", config)
 
@@ -339,19 +343,43 @@ class EchoCPUModelRunner(CPUModelRunner):
                 common_attn_metadata.slot_mapping,
             )
             roots = rows.positions[rows.cu_rows[1:].long() - 1]
-            plan = plan_drafts(self, roots.numpy())
+            plan = self._plan(roots.numpy())
             for_logits, for_feedback = self.drafter.catch_up(rows, plan.requests)
         with self.timer.stage("draft"):
             drafts = self._propose(plan, for_logits, for_feedback, roots)
         with self.timer.stage("stats"):
             self._stats = StepStats.of_step(
-                self.step.tree, self.rejection_sampler.paths, self.step.proposal
+                self.step.tree,
+                self.rejection_sampler.paths,
+                self.step.proposal,
+                plan.undrafted,
             )
+            self.watch.see(self._stats)
         self.timer.count("output_tokens", sum(map(len, sampled_token_ids)))
         self.timer.count("requests", len(sampled_token_ids))
         self.timer.count("context_tokens", plan.load.num_context_tokens)
         self.timer.end_step()
         return drafts
+
+    def _plan(self, roots: np.ndarray) -> DraftPlan:
+        """``roots`` [R] int64: last final positions."""
+        req_ids = self.input_batch.req_ids
+        standing = standing_of(
+            [self.requests[req_id] for req_id in req_ids],
+            roots,
+            self.discard_request_mask.np[: len(req_ids)],
+            self.max_model_len,
+            num_absent=len(self.requests) - len(req_ids),
+        )
+        limits = Limits(
+            max_nodes=self.pipeline.config.num_speculative_tokens,
+            max_model_len=self.max_model_len,
+            head_context=self.effective_drafter_max_model_len,
+            max_requests=self.max_num_reqs,
+        )
+        if self.recorder is None:  # what is recorded is never verified
+            limits = replace(limits, max_rows=self.scheduler_config.max_num_scheduled_tokens)
+        return plan_drafts(standing, limits, self.pipeline.policy)
 
     def _catch_up_rows(
         self,
