@@ -24,11 +24,13 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
   m.def(schemas::kAcceptSampled);
   m.def(schemas::kPackTrees);
   m.def(
-      "rank_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, int max_nodes) -> "
-      "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor out_scores)");
+      "order_trees(Tensor tokens, Tensor parents, Tensor depths, Tensor scores, Tensor caps, "
+      "Tensor deepest, Tensor thresholds, int rule, bool width, int max_nodes) -> "
+      "(Tensor out_tokens, Tensor out_parents, Tensor out_depths, Tensor keys)");
   m.def(
-      "best_paying(Tensor scores, Tensor caps, Tensor added_ms, int num_requests, float plain_ms) "
-      "-> Tensor num_nodes");
+      "fastest_size(Tensor keys, Tensor added_ms, int num_requests, float plain_ms) -> "
+      "Tensor size");
+  m.def("admit_nodes(Tensor keys, int budget) -> Tensor num_nodes");
   m.def(
       "score_children(Tensor log_probs, Tensor requests, Tensor sampled, Tensor curves) -> "
       "Tensor scores");
@@ -44,9 +46,6 @@ STABLE_TORCH_LIBRARY(vllm_echo, m) {
       "expect_gain(Tensor best, Tensor active, Tensor deepest, Tensor sampled, Tensor best_child, "
       "int depth, float price, float ms_per_token, float request_ms, float layer_ms) -> "
       "Tensor deeper");
-  m.def(
-      "grant_width(Tensor scores, Tensor truncated, Tensor granted, Tensor caps, int budget) -> "
-      "Tensor counts");
   m.def(schemas::kScheduleBudget);
   m.def(
       "next_frontier(Tensor tokens, Tensor scores, Tensor active, Tensor own_bits, int top_k, "
@@ -66,14 +65,13 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_echo, CPU, m) {
   m.impl("accept_paths", TORCH_BOX(&vllm_echo::cpu::accept_paths));
   m.impl("accept_greedy", TORCH_BOX(&vllm_echo::cpu::accept_greedy));
   m.impl("accept_sampled", TORCH_BOX(&vllm_echo::cpu::accept_sampled));
-  m.impl("rank_trees", TORCH_BOX(&vllm_echo::cpu::rank_trees));
-  m.impl("best_paying", TORCH_BOX(&vllm_echo::cpu::best_paying));
+  m.impl("order_trees", TORCH_BOX(&vllm_echo::cpu::order_trees));
+  m.impl("fastest_size", TORCH_BOX(&vllm_echo::cpu::fastest_size));
+  m.impl("admit_nodes", TORCH_BOX(&vllm_echo::cpu::admit_nodes));
   m.impl("score_children", TORCH_BOX(&vllm_echo::cpu::score_children));
   m.impl("append_layer", TORCH_BOX(&vllm_echo::cpu::append_layer));
   m.impl("grant_layer", TORCH_BOX(&vllm_echo::cpu::grant_layer));
   m.impl("expect_gain", TORCH_BOX(&vllm_echo::cpu::expect_gain));
-  m.impl("grant_width", TORCH_BOX(&vllm_echo::cpu::grant_width));
-  m.impl("schedule_budget", TORCH_BOX(&vllm_echo::cpu::schedule_budget));
   m.impl("next_frontier", TORCH_BOX(&vllm_echo::cpu::next_frontier));
   m.impl("read_trees", TORCH_BOX(&vllm_echo::cpu::read_trees));
 }

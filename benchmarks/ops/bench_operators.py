@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from vllm_echo import ops
+from vllm_echo.core.decision import Rule
 from vllm_echo.reference import accept as reference_accept
 from vllm_echo.reference import pack as reference_pack
 from vllm_echo.reference import schedule as reference_schedule
@@ -94,14 +95,16 @@ def control(seconds: float) -> list[Line]:
         for field, dtype in enumerate((torch.int32, torch.int32, torch.int32, torch.float32))
     )
     caps = torch.full((REQUESTS,), 8, dtype=torch.int32)
-    thresholds = torch.tensor([0.2, torch.nan, 0.1, torch.nan, 0.05, torch.nan])
-    limits = (caps, caps, thresholds, budget, True, 8)
+    gates = [0.2, None, 0.1, None, 0.05, None]
+    thresholds = torch.tensor([torch.nan if gate is None else gate for gate in gates])
+    limits = (caps, caps, thresholds, Rule.GATES, True, 8)
 
     def schedule() -> tuple[torch.Tensor, ...]:
-        return ops.schedule_budget(tokens_of, parents_of, depths_of, scores_of, *limits)
+        *trees, keys = ops.order_trees(tokens_of, parents_of, depths_of, scores_of, *limits)
+        return (*trees, ops.admit_nodes(keys, budget))
 
-    tokens, parents, depths, _, num_nodes, num_layers, truncated, _ = schedule()
-    assert int(num_nodes.sum()) == budget and truncated.any()
+    tokens, parents, depths, num_nodes = schedule()
+    assert int(num_nodes.sum()) == budget
 
     def pack() -> tuple[torch.Tensor, ...]:
         return ops.pack_trees(tokens, parents, depths, num_nodes)
@@ -115,21 +118,12 @@ def control(seconds: float) -> list[Line]:
     assert int(walk()[2].sum()) > REQUESTS / 2
 
     def obvious() -> None:
-        scores = [[node.score for node in nodes] for nodes in requests]
-        for depth in range(len(thresholds)):
-            confidence = [
-                max((node.score for node in nodes if node.depth == depth + 1), default=-1e9)
-                for nodes in requests
-            ]
-            wants = [layers > depth for layers in num_layers.tolist()]
-            reference_schedule.grant_layer(confidence, wants, sum(wants))
-        counts = reference_schedule.grant_width(
-            scores,
-            truncated.tolist(),
-            num_layers.tolist(),
-            caps.tolist(),
-            budget - int(num_layers.sum()),
-        )
+        places = []
+        for nodes in requests:
+            layers = reference_schedule.pass_gates(nodes, 8, 8, gates)
+            counted = [node for node in nodes if node.depth <= layers.last]
+            places.append(reference_schedule.places_by_gates(counted, 8, layers, True))
+        counts = reference_schedule.admit_nodes(places, budget)
         best_nodes = [
             reference_schedule.take_best(nodes, count)
             for nodes, count in zip(requests, counts, strict=True)
@@ -143,11 +137,10 @@ def control(seconds: float) -> list[Line]:
     parts = medians_us([schedule, pack, walk, all_three], seconds)
     (reference,) = medians_us([obvious], 0)
     case = f"{REQUESTS} requests, {budget} nodes"
+    names = ("order_trees, admit_nodes", "pack_trees", "accept_paths", "all three")
     lines = [
         Line(name, case, us, CONTROL_US, us / CONTROL_US, 1.0)
-        for name, us in zip(
-            ("schedule_budget", "pack_trees", "accept_paths", "all three"), parts, strict=True
-        )
+        for name, us in zip(names, parts, strict=True)
     ]
     slower = reference / parts[3]
     share = LEAST_SPEEDUP / slower

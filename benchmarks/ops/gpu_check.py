@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from vllm_echo import ops
+from vllm_echo.core.decision import Rule
 
 ROOT = Path(__file__).parents[2]
 COMPARISONS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_kernels.py", "-k"]
@@ -141,6 +142,13 @@ def on_cpu(operator: Callable[..., Any], *arguments: Any) -> list[torch.Tensor]:
     return [tensor.cuda() for tensor in operator(*here)]
 
 
+def schedule_on_cpu(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """What ``schedule_budget`` does, by the CPU's operators."""
+    *candidates, budget, width, max_nodes = arguments
+    *trees, keys = LIBRARY.order_trees(*candidates, Rule.GATES, width, max_nodes)
+    return (*trees, LIBRARY.admit_nodes(keys, budget))
+
+
 def time_control(rate: float) -> list[Timing]:
     caps = torch.full((REQUESTS,), NODES, dtype=torch.int32)
     thresholds = torch.tensor([0.2] + [torch.nan] * (DEPTHS - 1))
@@ -154,13 +162,14 @@ def time_control(rate: float) -> list[Timing]:
     walks = (targets, cu_rows, flat_tokens, flat_parents, NODES)
     case = f"{REQUESTS} requests, {NODES} nodes each"
     timings = []
-    for operator, arguments, num_bytes in (
-        (LIBRARY.schedule_budget, candidates, 16 * REQUESTS * (CANDIDATES + NODES)),
-        (LIBRARY.pack_trees, trees, 12 * REQUESTS * NODES + 20 * rows),
-        (LIBRARY.accept_paths, walks, 16 * rows + 8 * REQUESTS * NODES),
+    schedule, pack, walk = LIBRARY.schedule_budget, LIBRARY.pack_trees, LIBRARY.accept_paths
+    for operator, here, arguments, num_bytes in (
+        (schedule, schedule_on_cpu, candidates, 16 * REQUESTS * (CANDIDATES + NODES)),
+        (pack, pack, trees, 12 * REQUESTS * NODES + 20 * rows),
+        (walk, walk, walks, 16 * rows + 8 * REQUESTS * NODES),
     ):
         ours = median_us(partial(operator, *arguments))
-        other = median_us(partial(on_cpu, operator, *arguments))
+        other = median_us(partial(on_cpu, here, *arguments))
         name = operator.__name__
         floor = 1e6 * num_bytes / rate
         timings.append(Timing(name, case, ours, floor, other, "the CPU operator, there and back"))

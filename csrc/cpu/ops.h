@@ -41,12 +41,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_trees(const Tensor& toke
                                                               const Tensor& num_nodes,
                                                               std::optional<int64_t> max_rows);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> rank_trees(const Tensor& tokens, const Tensor& parents,
-                                                      const Tensor& depths, const Tensor& scores,
-                                                      int64_t max_nodes);
+std::tuple<Tensor, Tensor, Tensor, Tensor> order_trees(const Tensor& tokens, const Tensor& parents,
+                                                       const Tensor& depths, const Tensor& scores,
+                                                       const Tensor& caps, const Tensor& deepest,
+                                                       const Tensor& thresholds, int64_t rule,
+                                                       bool width, int64_t max_nodes);
 
-Tensor best_paying(const Tensor& scores, const Tensor& caps, const Tensor& added_ms,
-                   int64_t num_requests, double plain_ms);
+Tensor fastest_size(const Tensor& keys, const Tensor& added_ms, int64_t num_requests,
+                    double plain_ms);
+
+Tensor admit_nodes(const Tensor& keys, int64_t budget);
 
 Tensor score_children(const Tensor& log_probs, const Tensor& requests, const Tensor& sampled,
                       const Tensor& curves);
@@ -64,14 +68,6 @@ std::tuple<Tensor, Tensor> grant_layer(const Tensor& best, const Tensor& active,
 Tensor expect_gain(const Tensor& best, const Tensor& active, const Tensor& deepest,
                    const Tensor& sampled, const Tensor& best_child, int64_t depth, double price,
                    double ms_per_token, double request_ms, double layer_ms);
-
-Tensor grant_width(const Tensor& scores, const Tensor& truncated, const Tensor& granted,
-                   const Tensor& caps, int64_t budget);
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> schedule_budget(
-    const Tensor& tokens, const Tensor& parents, const Tensor& depths, const Tensor& scores,
-    const Tensor& caps, const Tensor& deepest, const Tensor& thresholds, int64_t budget, bool width,
-    int64_t max_nodes);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> next_frontier(
     const Tensor& tokens, const Tensor& scores, const Tensor& active, const Tensor& own_bits,

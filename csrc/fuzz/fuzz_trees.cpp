@@ -163,18 +163,9 @@ void fuzz_ranking(Input& input) {
   for (int64_t c = 0; c < count; ++c) keys[c] = rank_key(-static_cast<float>(input.below(9)), c);
   for (int64_t i = count - 1; i > 0; --i) std::swap(keys[i], keys[input.below(i + 1)]);
   std::vector<int32_t> places(count), out_tokens(kept), out_parents(kept), out_depths(kept);
-  std::vector<float> out_scores(kept);
-  const TreeToRank tree{keys.data(),
-                        tokens.data(),
-                        parents.data(),
-                        depths.data(),
-                        count,
-                        kept,
-                        places.data(),
-                        out_tokens.data(),
-                        out_parents.data(),
-                        out_depths.data(),
-                        out_scores.data()};
+  const TreeToRank tree{
+      keys.data(), tokens.data(), parents.data(),    depths.data(),      count,
+      kept,        places.data(), out_tokens.data(), out_parents.data(), out_depths.data()};
   const int64_t broken = rank_tree(tree);
   require(broken >= -1 && broken < count, "a broken candidate that does not exist");
   for (int64_t place = 0; broken < 0 && place < kept; ++place) {

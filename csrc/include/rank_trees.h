@@ -21,7 +21,6 @@ struct TreeToRank {
   int32_t* out_tokens;   // [num_kept]
   int32_t* out_parents;  // [num_kept] place of the parent among the ranked, -1 for the root
   int32_t* out_depths;   // [num_kept]
-  float* out_scores;     // [num_kept]
 };
 
 // Returns the first kept candidate whose parent is none of the candidates, or -1 when there is
@@ -37,7 +36,6 @@ ECHO_HD int64_t rank_tree(const TreeToRank& tree) {
     tree.out_tokens[place] = tree.tokens[candidate];
     tree.out_parents[place] = parent < 0 ? -1 : tree.places[parent];
     tree.out_depths[place] = tree.depths[candidate];
-    tree.out_scores[place] = key_value(tree.ranked[place]);
   }
   return -1;
 }

@@ -13,9 +13,12 @@ from tests.core.machines import random_calibration, random_curve
 from vllm_echo.core.budget import Offer
 from vllm_echo.core.config import MAX_NODES_PER_STEP, POLICIES, EchoConfig, Gate
 from vllm_echo.core.cost import StepLoad
-from vllm_echo.core.draft import DraftBatch, Frontier
+from vllm_echo.core.decision import Decision, Rule
+from vllm_echo.core.draft import DraftBatch, Frontier, grow_trees
+from vllm_echo.core.gate import Growth
 from vllm_echo.core.pipeline import EchoPipeline
-from vllm_echo.core.policies import Growth, Policy, make_policy
+from vllm_echo.core.policies import Policy, make_policy
+from vllm_echo.core.score import child_scores
 from vllm_echo.core.tree import CandidateTrees, DraftTrees
 from vllm_echo.reference.draft import Children, Limits, path_to
 from vllm_echo.reference.schedule import Node, to_float32
@@ -64,14 +67,14 @@ def random_children(seed: int, kind: str) -> Children:
 
 def scored_children(step: "Step") -> Children:
     """The step's tables as its policy scores them, for the reference."""
-    policy, children = step.policy(), step.children()
+    decision, children = step.policy().decide(step.load, step.offer()), step.children()
 
     @functools.cache
     def scored(request: int, path: tuple[int, ...]) -> list[tuple[int, float]]:
         found = children(request, path)
         log_probs = torch.tensor([[[log_prob for _, log_prob in found]]])
         of_one = (torch.tensor([0]), torch.tensor([step.limits[request].sampled]))
-        scores = policy.child_scores(len(path) + 1, log_probs, *of_one).flatten().tolist()
+        scores = child_scores(decision, len(path) + 1, log_probs, *of_one).flatten().tolist()
         return [(token, score) for (token, _), score in zip(found, scores, strict=True)]
 
     return scored
@@ -157,7 +160,8 @@ class Step:
 
 
 @dataclass
-class Decision:
+class Outcome:
+    decision: Decision
     trees: DraftTrees
     candidates: CandidateTrees
     growth: Growth
@@ -169,15 +173,15 @@ class Decision:
 
     @property
     def layers(self) -> list[int]:
-        return self.candidates.num_layers.tolist()
+        return self.growth.num_layers.tolist()
 
     @property
     def truncated(self) -> list[bool]:
-        return self.candidates.truncated.tolist()
+        return self.growth.truncated.tolist()
 
     @property
     def caps(self) -> list[int]:
-        return self.growth.caps.tolist()
+        return self.growth.limits.caps.tolist()
 
     @property
     def possible(self) -> list[int]:
@@ -185,7 +189,7 @@ class Decision:
         return self.candidates.scores.isfinite().sum(dim=1).tolist()
 
 
-def decide(step: Step, children: Children | None = None, offer: Offer | None = None) -> Decision:
+def decide(step: Step, children: Children | None = None, offer: Offer | None = None) -> Outcome:
     """``EchoPipeline.propose_trees`` and the forwards that it took; with a budget of 0 too."""
     num_requests = len(step.limits)
     pipeline = EchoPipeline(replace(step.config, k_max=step.budget), num_requests, CPU)
@@ -197,7 +201,17 @@ def decide(step: Step, children: Children | None = None, offer: Offer | None = N
         step.offer() if offer is None else offer,
         step.load,
     )
-    return Decision(proposal.trees, proposal.candidates, proposal.growth, head.forwards)
+    made = proposal.decision, proposal.trees, proposal.candidates, proposal.growth
+    return Outcome(*made, head.forwards)
+
+
+def drafted_in_full(step: Step) -> CandidateTrees:
+    """All layers of everybody, whatever gates, price, beam and budget say."""
+    decision = step.policy().decide(step.load, step.offer())
+    asks_nothing = (None,) * decision.shape.max_depth
+    in_full = replace(decision, rule=Rule.SHARES, thresholds=asks_nothing, transfer=True)
+    head = TableHead(step.children(), len(step.limits), step.policy())
+    return grow_trees(head, draft_batch(step.limits), in_full)[0]
 
 
 def draft_batch(limits: Sequence[Limits]) -> DraftBatch:

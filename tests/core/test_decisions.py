@@ -11,7 +11,7 @@ from tests.core.kit import CPU, as_lists, nodes_as_lists, randoms
 from tests.core.steps import (
     BY_DRAFT,
     KINDS,
-    Decision,
+    Outcome,
     Step,
     TableHead,
     decide,
@@ -30,7 +30,7 @@ from vllm_echo.reference.draft import Limits
 many = settings(max_examples=100, deadline=None, derandomize=True)
 
 
-def assert_decided_as_the_reference(step: Step) -> Decision:
+def assert_decided_as_the_reference(step: Step) -> Outcome:
     offer = step.offer()
     given = scored_children(step), step.limits, step.config, offer, step.load
     drafted = reference.grow_trees(*given)

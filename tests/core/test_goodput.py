@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tests.core.kit import as_lists, randoms
 from tests.core.machines import FREE, MACHINE
 from tests.core.steps import UNLIMITED, Step, decide, random_step
+from vllm_echo.core import gate
 from vllm_echo.core.acceptance import AcceptanceModel, Calibration, uncalibrated
 from vllm_echo.core.budget import Offer
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import Line, StepLoad
-from vllm_echo.core.policies import Growth, make_policy
+from vllm_echo.core.policies import make_policy
 from vllm_echo.reference.draft import Limits
 
 many = settings(max_examples=150, deadline=None, derandomize=True)
@@ -49,20 +50,18 @@ def deeper(
         profile=replace(FREE, layer=Line(fixed, each)),
         calibration=CALIBRATION,
     )
-    growth = Growth(
-        offer=Offer(UNLIMITED, price=price, ms_per_token=10.0, plain_ms=20.0),
-        load=StepLoad(count),
+    offer = Offer(UNLIMITED, price=price, ms_per_token=10.0, plain_ms=20.0)
+    decision = make_policy(config).decide(StepLoad(count), offer)
+    limits = gate.Limits(
         caps=torch.full((count,), 8, dtype=torch.int32),
-        sampled=torch.tensor(sampled or [False] * count),
         deepest=torch.tensor(deepest or [8] * count, dtype=torch.int32),
-        active=torch.tensor(active or [True] * count),
-        num_layers=torch.zeros(count, dtype=torch.int32),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        budget=100,
+        sampled=torch.tensor(sampled or [False] * count),
     )
+    growth = gate.Growth.begin(limits, decision)
+    growth.active = torch.tensor(active or [True] * count)
     values = torch.tensor(confidence)
     scores = torch.stack([values.log(), values.log() - 1], dim=1)
-    return make_policy(config).go_deeper(growth, depth, scores, values.log()).tolist()
+    return gate.go_deeper(decision, growth, depth, scores, values.log()).tolist()
 
 
 def test_a_request_goes_deeper_when_its_next_node_beats_the_price() -> None:

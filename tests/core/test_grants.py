@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests.core.kit import as_lists, nodes_as_lists, randoms
 from vllm_echo import ops
-from vllm_echo.core.gate import SparseGates
-from vllm_echo.core.schedule import rank_candidates, share_evenly, take_leading
+from vllm_echo.core.decision import Decision, Rule
+from vllm_echo.core.gate import Limits, SparseGates
+from vllm_echo.core.schedule import admit_nodes, order_trees
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.tree import CandidateTrees
 from vllm_echo.reference import schedule as reference
 from vllm_echo.reference.schedule import ROOT, Node, probability, to_float32
@@ -36,9 +38,18 @@ def random_candidates(source: random.Random, num_requests: int) -> list[list[Nod
     return requests
 
 
-def candidate_trees(
-    requests: list[list[Node]], truncated: list[bool], num_layers: list[int]
-) -> CandidateTrees:
+IN_TURNS = Decision(
+    rule=Rule.SHARES,
+    shape=TreeShape.within(1, 1, 1),
+    budget=0,
+    max_depth=1,
+    thresholds=(None,),
+    width=True,
+    transfer=True,
+)
+
+
+def candidate_trees(requests: list[list[Node]]) -> CandidateTrees:
     """Tensors of the lists; places beyond a list are forbidden."""
     width = max([1, *map(len, requests)])
     unused = Node(0, ROOT, 1, -float("inf"))
@@ -53,8 +64,6 @@ def candidate_trees(
         column(1, torch.int32),
         column(2, torch.int32),
         column(3, torch.float32),
-        torch.tensor(num_layers, dtype=torch.int32),
-        torch.tensor(truncated, dtype=torch.bool),
     )
 
 
@@ -119,33 +128,23 @@ def test_a_request_at_its_end_pays_for_a_layer_that_nobody_expands() -> None:
     assert not truncated.any()
 
 
-@many
-@given(randoms, budgets)
-def test_grant_width_agrees_with_the_reference(source: random.Random, budget: int) -> None:
-    requests = random_candidates(source, source.randint(0, 6))
-    truncated = [source.random() < 0.5 for _ in requests]
-    granted = [source.randint(0, min(3, len(nodes))) for nodes in requests]
-    caps = [count + source.randint(0, 6) for count in granted]
-    trees = candidate_trees(requests, truncated, granted)
-
-    ranked = rank_candidates(trees, trees.scores.shape[1])
-    counts = ops.grant_width(
-        ranked.scores,
-        trees.truncated,
-        trees.num_layers,
-        torch.tensor(caps, dtype=torch.int32),
-        budget,
-    ).tolist()
-
-    scores = [[node.score for node in nodes] for nodes in requests]
-    assert counts == reference.grant_width(scores, truncated, granted, caps, budget)
-    assert sum(counts) - sum(granted) <= budget
+def share_evenly(wanted: list[int], budget: int) -> list[int]:
+    """Nodes of requests that have so many candidates, in turns."""
+    width = max([1, *wanted])
+    scores = torch.full((len(wanted), width), -torch.inf)
+    for row, count in zip(scores, wanted, strict=True):
+        row[:count] = -0.5
+    depths = torch.ones(scores.shape, dtype=torch.int32)
+    most = torch.full((len(wanted),), 255, dtype=torch.int32)
+    table = (depths, -depths, depths, scores)
+    keys = ops.order_trees(*table, most, most, torch.zeros(0), Rule.SHARES, True, width)[3]
+    return ops.admit_nodes(keys, budget).tolist()
 
 
 @many
 @given(st.lists(st.integers(0, 9)), budgets)
-def test_share_evenly_agrees_with_the_reference(wanted: list[int], budget: int) -> None:
-    counts = share_evenly(torch.tensor(wanted, dtype=torch.int32), budget).tolist()
+def test_turns_agree_with_the_reference(wanted: list[int], budget: int) -> None:
+    counts = share_evenly(wanted, budget)
     assert counts == reference.share_evenly(wanted, budget)
     assert sum(counts) == min(budget, sum(wanted))
 
@@ -164,7 +163,7 @@ def test_share_evenly_agrees_with_the_reference(wanted: list[int], budget: int) 
 def test_an_incomplete_round_goes_by_request_order(
     wanted: list[int], budget: int, shares: list[int]
 ) -> None:
-    assert share_evenly(torch.tensor(wanted, dtype=torch.int32), budget).tolist() == shares
+    assert share_evenly(wanted, budget) == shares
 
 
 @many
@@ -173,19 +172,18 @@ def test_the_best_candidates_are_those_of_the_reference(source: random.Random) -
     """Catches parents that are renumbered by the old order, and those cut off with the rest."""
     requests = random_candidates(source, source.randint(0, 5))
     counts = [source.randint(0, len(nodes)) for nodes in requests]
-    trees = candidate_trees(requests, [False] * len(requests), counts)
     width = max([1, *counts]) + source.randint(0, 20)  # also wider than there are candidates
 
-    ranked = rank_candidates(trees, width)
-    taken = take_leading(ranked, trees.num_layers, width)
+    caps = torch.tensor(counts, dtype=torch.int32)
+    everywhere = torch.full_like(caps, 99)
+    trees = order_trees(
+        candidate_trees(requests), Limits(caps, everywhere, caps > 0), IN_TURNS, width
+    )
+    taken = admit_nodes(trees, sum(counts))
 
     assert taken.tokens.shape == (len(requests), width)
     best = [reference.take_best(n, count) for n, count in zip(requests, counts, strict=True)]
     assert as_lists(taken) == nodes_as_lists(best)
-    for nodes, scores in zip(requests, ranked.scores.tolist(), strict=True):
-        possible = [score for score in scores if score > -float("inf")]
-        assert possible == sorted((node.score for node in nodes), reverse=True)[:width]
-        assert scores[: len(possible)] == possible, "a forbidden candidate among the leading"
 
 
 def test_what_truncated_requests_leave_lets_the_confident_go_deeper() -> None:

@@ -16,9 +16,10 @@ from tests.core.kit import (
     pack_nodes,
     random_tree,
 )
+from vllm_echo import ops
+from vllm_echo.core.decision import Rule
 from vllm_echo.core.pack import pack_roots, pack_trees
-from vllm_echo.core.schedule import rank_candidates, take_leading
-from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable, num_words
+from vllm_echo.core.tree import DraftTrees, SuperTree, TreeTable, num_words
 from vllm_echo.reference import pack as reference
 from vllm_echo.reference.schedule import Node
 from vllm_echo.reference.schedule import take_best as reference_take_best
@@ -55,16 +56,11 @@ def test_the_best_nodes_of_every_size_are_taken(num_nodes: int, shape: str) -> N
     requests = [random_tree(source, 255, shape) for _ in range(3)]
     counts = [num_nodes, 255, 1]
     full = draft_trees(requests)
-    candidates = CandidateTrees(
-        full.tokens,
-        full.parents,
-        full.depths,
-        torch.tensor([[node.score for node in nodes] for nodes in requests]),
-        torch.zeros(3, dtype=torch.int32),
-        torch.zeros(3, dtype=torch.bool),
-    )
-    ranked = rank_candidates(candidates, 255)
-    taken = take_leading(ranked, torch.tensor(counts, dtype=torch.int32), 255)
+    scores = torch.tensor([[node.score for node in nodes] for nodes in requests])
+    table = (full.tokens, full.parents, full.depths, scores)
+    caps = torch.full((3,), 255, dtype=torch.int32)
+    *ranked, _ = ops.order_trees(*table, caps, caps, torch.zeros(0), Rule.SHARES, True, 255)
+    taken = DraftTrees(*ranked, torch.tensor(counts, dtype=torch.int32))
     taken.validate()
     best = [reference_take_best(nodes, n) for nodes, n in zip(requests, counts, strict=True)]
     assert as_lists(taken) == nodes_as_lists(best)

@@ -16,7 +16,9 @@ from vllm_echo.core.acceptance import uncalibrated
 from vllm_echo.core.budget import NOTHING, ElasticBudget, Offer
 from vllm_echo.core.config import MAX_NODES_PER_STEP, EchoConfig, Gate
 from vllm_echo.core.cost import StepLoad
-from vllm_echo.core.policies import _frontier_widths, make_policy
+from vllm_echo.core.policies import make_policy
+from vllm_echo.core.schedule import cap_nodes
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.reference import draft as reference
 from vllm_echo.reference.draft import Limits
 from vllm_echo.reference.schedule import to_float32
@@ -29,7 +31,7 @@ many = settings(max_examples=60, deadline=None, derandomize=True)
 def test_frontiers_fit_the_draft_slots(num_nodes: int, max_depth: int, top_k: int) -> None:
     """Catches draft KV beyond what the engine reserved, and a layer that nobody expands."""
     max_depth = min(num_nodes, max_depth)
-    widths = _frontier_widths(max_depth, top_k, num_nodes)
+    widths = TreeShape.within(max_depth, top_k, num_nodes).frontier_widths
     assert list(widths) == reference.frontier_widths(max_depth, top_k, num_nodes)
     assert len(widths) == max_depth - 1
     assert sum(widths) <= num_nodes - 1
@@ -52,7 +54,7 @@ def test_frontiers_fit_the_draft_slots(num_nodes: int, max_depth: int, top_k: in
 def test_frontier_widths_at_the_edges(
     max_depth: int, top_k: int, num_nodes: int, widths: tuple[int, ...]
 ) -> None:
-    assert _frontier_widths(max_depth, top_k, num_nodes) == widths
+    assert TreeShape.within(max_depth, top_k, num_nodes).frontier_widths == widths
 
 
 def test_draft_slots_of_a_layer_follow_those_above() -> None:
@@ -235,7 +237,5 @@ def test_shares_of_the_greatest_k_max_do_not_overflow() -> None:
     """The one drafted request takes all of it; one before it, which is not drafted for, must not
     get "one node more" than 2147483647."""
     config = EchoConfig(policy="echo", k_max=MAX_NODES_PER_STEP, transfer=False)
-    caps = make_policy(config).caps(
-        torch.tensor([0, 8], dtype=torch.int32), Offer(MAX_NODES_PER_STEP)
-    )
-    assert caps.tolist() == [0, 8]
+    decision = make_policy(config).decide(StepLoad(2), Offer(MAX_NODES_PER_STEP))
+    assert cap_nodes(torch.tensor([0, 8], dtype=torch.int32), decision).tolist() == [0, 8]

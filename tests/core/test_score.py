@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.core.kit import randoms
 from tests.core.machines import random_calibration
+from vllm_echo import ops
 from vllm_echo.core.acceptance import AcceptanceModel, Calibration, uncalibrated
-from vllm_echo.core.score import CalibratedScores
+from vllm_echo.core.score import score_curves
 from vllm_echo.reference.score import child_score
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -25,8 +26,21 @@ def scored(
     calibration: Calibration, depth: int, values: torch.Tensor, sampled: bool = False
 ) -> torch.Tensor:
     """The scores of ``values`` [M], children of one request."""
-    scores = CalibratedScores(calibration, DEPTHS)
-    return scores(depth, values[None, None], torch.tensor([0]), torch.tensor([sampled]))[0, 0]
+    return score_children(
+        calibration, depth, values[None, None], torch.tensor([0]), torch.tensor([sampled])
+    )[0, 0]
+
+
+def score_children(
+    calibration: Calibration,
+    depth: int,
+    log_probs: torch.Tensor,
+    requests: torch.Tensor,
+    sampled: torch.Tensor,
+) -> torch.Tensor:
+    curves = score_curves(calibration, DEPTHS)
+    assert curves.shape == (DEPTHS, 2, 2)
+    return ops.score_children(log_probs, requests, sampled, curves[depth - 1])
 
 
 def model_of(*curves: tuple[float, float]) -> AcceptanceModel:
@@ -110,14 +124,14 @@ def test_depths_beyond_the_table_use_its_last_curve() -> None:
 def test_each_request_is_scored_by_its_own_kind() -> None:
     """A batch mixes greedy and sampled requests; catches one curve for all, in any shape."""
     calibration = Calibration(model_of((0.0, 1.0)), model_of((-2.0, 0.7)))
-    scores = CalibratedScores(calibration, DEPTHS)
     sampled = torch.tensor([True, False, True])
     values = torch.full((3, 4, 5), -0.7)
-    batch = scores(2, values, torch.arange(3), sampled)
+    batch = score_children(calibration, 2, values, torch.arange(3), sampled)
     assert batch.shape == values.shape
     for row, kind in zip(batch, sampled.tolist(), strict=True):
         assert row.unique().tolist() == scored(calibration, 2, values[0, 0, :1], kind).tolist()
-    assert torch.equal(scores(2, values[:2], torch.tensor([1, 2]), sampled), batch[1:])
+    last_two = score_children(calibration, 2, values[:2], torch.tensor([1, 2]), sampled)
+    assert torch.equal(last_two, batch[1:])
 
 
 def test_equal_probabilities_score_alike_wherever_they_stand() -> None:
@@ -127,13 +141,13 @@ def test_equal_probabilities_score_alike_wherever_they_stand() -> None:
     calibration = random_calibration(random.Random(1))
     for value in (-8 * torch.rand(300, generator=generator)).tolist():
         alone = scored(calibration, 1, torch.tensor([value])).item()
-        together = CalibratedScores(calibration, DEPTHS)(
-            1, torch.full((37, 1, 3), value), torch.arange(37), torch.zeros(37, dtype=torch.bool)
-        )
+        many_of_them = torch.full((37, 1, 3), value)
+        greedy = torch.zeros(37, dtype=torch.bool)
+        together = score_children(calibration, 1, many_of_them, torch.arange(37), greedy)
         assert together.unique().tolist() == [alone]
 
 
 def test_no_request_has_no_score() -> None:
-    scores = CalibratedScores(uncalibrated(), DEPTHS)
     nobody = torch.zeros(0, dtype=torch.int64)
-    assert scores(1, torch.zeros(0, 2, 3), nobody, nobody.bool()).shape == (0, 2, 3)
+    scores = score_children(uncalibrated(), 1, torch.zeros(0, 2, 3), nobody, nobody.bool())
+    assert scores.shape == (0, 2, 3)

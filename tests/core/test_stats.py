@@ -98,11 +98,11 @@ def node_by_node(
             if math.isfinite(score):
                 count(stats.drafted, depth - 1)
     for scores, cap in zip(
-        proposal.candidates.scores.tolist(), proposal.growth.caps.tolist(), strict=True
+        proposal.candidates.scores.tolist(), proposal.growth.limits.caps.tolist(), strict=True
     ):
         if not any(map(math.isfinite, scores)):
             count(stats.undrafted, Undrafted.NO_SCORE if cap else Undrafted.NO_BUDGET)
-    stats.offered = proposal.growth.offer.num_nodes
+    stats.offered = proposal.decision.budget
     for depths, num_nodes in zip(
         proposal.trees.depths.tolist(), proposal.trees.num_nodes.tolist(), strict=True
     ):

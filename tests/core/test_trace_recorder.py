@@ -11,7 +11,9 @@ from tests.core.traces import as_roots
 from vllm_echo.core.config import EchoConfig, Gate
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.draft import grow_trees
-from vllm_echo.core.policies import TreeShape, make_recording_policy
+from vllm_echo.core.policies import make_recording_policy
+from vllm_echo.core.schedule import schedule
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.trace import UNKNOWN, DraftTrace, TraceRecorder
 from vllm_echo.core.tree import CandidateTrees
 from vllm_echo.reference import trace as reference
@@ -40,9 +42,10 @@ def recorded(
         places = [-1 if (r, position) == missing else r for r in range(len(outputs))]
         head = TableHead(random_children(seed + position, "distinct"), len(limits), policy)
         load = StepLoad(len(limits))
-        offer = policy.offer(load)
-        candidates, growth = grow_trees(head, draft_batch(limits), policy, offer, load)
-        assert not policy.spend(candidates, growth).any(), "a recording step verifies nothing"
+        decision = policy.decide(load, policy.offer(load))
+        candidates, growth = grow_trees(head, draft_batch(limits), decision)
+        trees = schedule(candidates, growth.limits, decision, CONFIG.num_speculative_tokens)
+        assert not trees.num_nodes.any(), "a recording step verifies nothing"
         recorder.add(
             keys=[f"request {r}" for r in range(len(outputs))],
             positions=[position] * len(outputs),
@@ -159,9 +162,9 @@ def test_recording_drafts_in_full_for_everybody() -> None:
     assert policy.shape == TreeShape(3, 3, (3, 3))
     head = TableHead(random_children(0, "plain"), 5, policy)
     load = StepLoad(5)
-    offer = policy.offer(load)
+    decision = policy.decide(load, policy.offer(load))
     batch = draft_batch([Limits(8)] * 5)
-    candidates, growth = grow_trees(head, batch, policy, offer, load)
+    candidates, growth = grow_trees(head, batch, decision)
     assert head.forwards == [[0, 1, 2, 3, 4]] * 2
     assert candidates.scores.isfinite().all()
-    assert policy.spend(candidates, growth).tolist() == [0] * 5
+    assert schedule(candidates, growth.limits, decision, 8).num_nodes.tolist() == [0] * 5

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.core.steps import GATED, decide, random_step
-from tests.core.test_schedule_budget import drafted_in_full, thresholds_of
+from tests.core.kit import as_lists
+from tests.core.steps import GATED, decide, drafted_in_full, random_step
+from tests.core.test_schedule import at_once
 from tests.cuda import emulation
 from tests.cuda.device import OnDevice
 from tests.ops.kit import pack_mask, random_parents, tree_visibility
 from vllm_echo import ops
+from vllm_echo.core.tree import DraftTrees
 from vllm_echo.reference.attention import tree_part_attention
 
 NAN = math.nan
@@ -324,26 +326,25 @@ def test_a_candidate_with_a_wild_parent_is_detached(cuda: SimpleNamespace) -> No
 def test_budgets_are_spent_as_on_the_cpu(cuda: SimpleNamespace, seed: int) -> None:
     source = random.Random(seed)
     step = random_step(source, sizes=[0, 1, 2, 5, 40], policy=GATED)
-    full = drafted_in_full(step)
-    growth = decide(step).growth
-    arguments = (
+    full, outcome, expected = drafted_in_full(step), decide(step), at_once(step)
+    growth, gates = outcome.growth, outcome.decision.thresholds
+    tokens, parents, depths, _, num_nodes, num_layers, truncated, counts = cuda.schedule_budget(
         full.tokens,
         full.parents,
         full.depths,
         full.scores,
-        growth.caps,
-        growth.deepest,
-        thresholds_of(step),
-        step.offer().num_nodes,
+        growth.limits.caps,
+        growth.limits.deepest,
+        torch.tensor([NAN if gate is None else gate for gate in gates]),
+        outcome.decision.budget,
         step.config.width,
         step.config.num_speculative_tokens,
     )
-    expected = ops.schedule_budget(*arguments)
-    got = cuda.schedule_budget(*arguments)
-    assert_equal(got[4:], expected[4:])
-    for r, count in enumerate(expected[4].tolist()):
-        for ours, theirs in zip(got[:4], expected[:4], strict=True):
-            assert torch.equal(ours[r, :count], theirs[r, :count])
+    assert as_lists(DraftTrees(tokens, parents, depths, num_nodes)) == as_lists(expected)
+    assert_equal((num_layers, truncated), (growth.num_layers, growth.truncated))
+    assert int(counts[:, 2].sum()) == sum(outcome.layers)
+    for depth in growth.passed:
+        assert counts[depth, :2].tolist() == [growth.passed[depth], growth.cut[depth]]
 
 
 @pytest.mark.parametrize(

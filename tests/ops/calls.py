@@ -66,21 +66,24 @@ def pack_arguments() -> dict[str, torch.Tensor]:
     }
 
 
-def rank_arguments() -> dict[str, torch.Tensor]:
+def order_arguments() -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32),
         "parents": torch.tensor([[-1, -1, 1], [-1, 0, -1]], dtype=torch.int32),
         "depths": torch.tensor([[1, 1, 2], [1, 2, 1]], dtype=torch.int32),
         "scores": torch.tensor([[-2.0, -0.5, -1.0], [-0.25, -0.25, -torch.inf]]),
+        "caps": torch.tensor([3, 3], dtype=torch.int32),
+        "deepest": torch.tensor([2, 2], dtype=torch.int32),
+        "thresholds": torch.tensor([0.2, torch.nan]),
     }
 
 
-def paying_arguments() -> dict[str, torch.Tensor]:
-    return {
-        "scores": torch.tensor([[-0.25, -2.0], [-0.5, -torch.inf]]),
-        "caps": torch.tensor([2, 1], dtype=torch.int32),
-        "added_ms": torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64),
-    }
+def admit_arguments() -> dict[str, torch.Tensor]:
+    return {"keys": torch.tensor([[5, 6, 2**63 - 1], [4, 9, 10]])}
+
+
+def size_arguments() -> dict[str, torch.Tensor]:
+    return {**admit_arguments(), "added_ms": torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)}
 
 
 def score_arguments() -> dict[str, torch.Tensor]:
@@ -124,24 +127,6 @@ def gain_arguments() -> dict[str, torch.Tensor]:
         "deepest": torch.tensor([4, 4, 4], dtype=torch.int32),
         "sampled": torch.tensor([False, True, False]),
         "best_child": torch.tensor([0.7, 0.5], dtype=torch.float64),
-    }
-
-
-def width_arguments() -> dict[str, torch.Tensor]:
-    return {
-        "scores": torch.tensor([[-0.25, -2.0, -3.0], [-0.5, -1.0, -torch.inf]]),
-        "truncated": torch.tensor([False, True]),
-        "granted": torch.tensor([1, 0], dtype=torch.int32),
-        "caps": torch.tensor([3, 3], dtype=torch.int32),
-    }
-
-
-def budget_arguments() -> dict[str, torch.Tensor]:
-    return {
-        **rank_arguments(),
-        "caps": torch.tensor([3, 3], dtype=torch.int32),
-        "deepest": torch.tensor([2, 2], dtype=torch.int32),
-        "thresholds": torch.tensor([0.2, torch.nan]),
     }
 
 
@@ -192,12 +177,16 @@ def call_pack(arguments: dict[str, torch.Tensor]) -> None:
     ops.pack_trees(**arguments)
 
 
-def call_rank(arguments: dict[str, torch.Tensor]) -> None:
-    ops.rank_trees(**arguments, max_nodes=2)
+def call_order(arguments: dict[str, torch.Tensor]) -> None:
+    ops.order_trees(**arguments, rule=0, width=True, max_nodes=2)
 
 
-def call_paying(arguments: dict[str, torch.Tensor]) -> None:
-    ops.best_paying(**arguments, num_requests=2, plain_ms=20.0)
+def call_admit(arguments: dict[str, torch.Tensor]) -> None:
+    ops.admit_nodes(**arguments, budget=2)
+
+
+def call_size(arguments: dict[str, torch.Tensor]) -> None:
+    ops.fastest_size(**arguments, num_requests=2, plain_ms=20.0)
 
 
 def call_score(arguments: dict[str, torch.Tensor]) -> None:
@@ -214,14 +203,6 @@ def call_layer(arguments: dict[str, torch.Tensor]) -> None:
 
 def call_gain(arguments: dict[str, torch.Tensor]) -> None:
     ops.expect_gain(**arguments, depth=1, **GAIN)
-
-
-def call_width(arguments: dict[str, torch.Tensor]) -> None:
-    ops.grant_width(**arguments, budget=2)
-
-
-def call_budget(arguments: dict[str, torch.Tensor]) -> None:
-    ops.schedule_budget(**arguments, budget=3, width=True, max_nodes=3)
 
 
 def call_frontier(arguments: dict[str, torch.Tensor]) -> None:
@@ -241,14 +222,13 @@ OPERATORS = [
     ("accept_greedy", call_greedy, greedy_arguments),
     ("accept_sampled", call_sampled, sampled_arguments),
     ("pack_trees", call_pack, pack_arguments),
-    ("rank_trees", call_rank, rank_arguments),
-    ("best_paying", call_paying, paying_arguments),
+    ("order_trees", call_order, order_arguments),
+    ("admit_nodes", call_admit, admit_arguments),
+    ("fastest_size", call_size, size_arguments),
     ("score_children", call_score, score_arguments),
     ("append_layer", call_append, append_arguments),
     ("grant_layer", call_layer, layer_arguments),
     ("expect_gain", call_gain, gain_arguments),
-    ("grant_width", call_width, width_arguments),
-    ("schedule_budget", call_budget, budget_arguments),
     ("next_frontier", call_frontier, frontier_arguments),
     ("read_trees", call_read, read_arguments),
 ]

@@ -15,22 +15,21 @@ from tests.ops.calls import (
     GAIN,
     OPERATORS,
     accept_arguments,
+    admit_arguments,
     append_arguments,
     attention_arguments,
-    budget_arguments,
     call_attention,
     commit_arguments,
     frontier_arguments,
     gain_arguments,
     greedy_arguments,
     layer_arguments,
+    order_arguments,
     pack_arguments,
-    paying_arguments,
-    rank_arguments,
     read_arguments,
     sampled_arguments,
     score_arguments,
-    width_arguments,
+    size_arguments,
 )
 from vllm_echo import ops
 from vllm_echo.ops import library
@@ -191,15 +190,17 @@ def test_pack_passes_opcheck() -> None:
         opcheck(op, (*pack_arguments().values(), max_rows))
 
 
-def test_rank_passes_opcheck() -> None:
-    op = torch.ops.vllm_echo.rank_trees.default
+@pytest.mark.parametrize("rule", [0, 1, 2])
+def test_order_passes_opcheck(rule: int) -> None:
+    op = torch.ops.vllm_echo.order_trees.default
     for max_nodes in (2, 5):
-        opcheck(op, (*rank_arguments().values(), max_nodes))
+        opcheck(op, (*order_arguments().values(), rule, True, max_nodes))
 
 
-def test_paying_passes_opcheck() -> None:
-    op = torch.ops.vllm_echo.best_paying.default
-    opcheck(op, (*paying_arguments().values(), 2, 20.0))
+def test_admission_passes_opcheck() -> None:
+    opcheck(torch.ops.vllm_echo.admit_nodes.default, (*admit_arguments().values(), 2))
+    op = torch.ops.vllm_echo.fastest_size.default
+    opcheck(op, (*size_arguments().values(), 2, 20.0))
 
 
 def test_score_passes_opcheck() -> None:
@@ -221,8 +222,6 @@ def test_grants_pass_opcheck() -> None:
         layer = (*layer_arguments().values(), 1, threshold, 2)
         opcheck(library.grant_layer.default, layer)
     opcheck(library.expect_gain.default, (*gain_arguments().values(), 1, *GAIN.values()))
-    opcheck(library.grant_width.default, (*width_arguments().values(), 2))
-    opcheck(library.schedule_budget.default, (*budget_arguments().values(), 3, True, 5))
 
 
 def test_frontier_passes_opcheck() -> None:
@@ -278,6 +277,12 @@ def test_a_build_without_cuda_says_so_where_there_is_a_device() -> None:
         assert "ECHO_BUILD_CUDA=1" in result.stderr
     else:
         assert "built without CUDA" not in result.stderr
+
+
+def test_the_budget_is_spent_at_once_on_a_device_only() -> None:
+    arguments = order_arguments().values()
+    with pytest.raises(TypeError, match="tokens must be on a CUDA device.*use order_trees and adm"):
+        ops.schedule_budget(*arguments, 3, True, 5)
 
 
 def test_the_tree_part_alone_needs_a_device() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's operators at their edges; tests/core compares them with the reference."""
+"""The operators between two layers, at their edges; tests/core compares them with the reference."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.calls import GAIN, gain_arguments, layer_arguments, width_arguments
+from tests.ops.calls import GAIN, gain_arguments, layer_arguments
 from vllm_echo import ops
 
 SCORES = [0.0, -0.0, -0.25, -0.5, -0.5, -1.0, -120.0, -torch.inf, torch.inf, torch.nan]
@@ -73,36 +73,6 @@ def test_two_hundred_requests_with_one_confidence_are_served_in_order() -> None:
     assert counts.tolist() == [200, 0, 130]
 
 
-@settings(max_examples=200, deadline=None)
-@given(count=st.integers(0, 6), columns=st.integers(0, 6), budget=budgets, seed=st.integers())
-def test_width_goes_to_the_best_that_are_left_by_class(
-    count: int, columns: int, budget: int, seed: int
-) -> None:
-    """Wild counts and caps included: neither leads out of a row."""
-    source = random.Random(seed)
-    rows = [sorted(source.choices(SCORES[:8], k=columns), reverse=True) for _ in range(count)]
-    truncated = [source.random() < 0.5 for _ in range(count)]
-    granted = [source.choice([0, 1, 2, -3, 9]) for _ in range(count)]
-    caps = [source.choice([0, 2, 4, 2**31 - 1, -1]) for _ in range(count)]
-    left = sorted(
-        (not truncated[r], -row[rank], r, rank)
-        for r, row in enumerate(rows)
-        for rank in range(max(granted[r], 0), min(caps[r], columns))
-        if row[rank] > -torch.inf
-    )
-    expected = list(granted)
-    for _, _, r, _ in left[: max(budget, 0)]:
-        expected[r] += 1
-    counts = ops.grant_width(
-        torch.tensor(rows, dtype=torch.float32).view(count, columns),
-        torch.tensor(truncated).bool(),
-        torch.tensor(granted, dtype=torch.int32),
-        torch.tensor(caps, dtype=torch.int32),
-        budget,
-    )
-    assert counts.tolist() == expected
-
-
 def test_no_gain_is_expected_of_no_number() -> None:
     arguments = gain_arguments()
     arguments["best"] = torch.tensor([torch.nan, -0.1, -torch.inf])
@@ -117,7 +87,6 @@ def test_no_gain_is_expected_of_no_number() -> None:
     [
         (lambda a: ops.grant_layer(**a, depth=1, threshold=None, budget=2), layer_arguments),
         (lambda a: ops.expect_gain(**a, depth=1, **GAIN), gain_arguments),
-        (lambda a: ops.grant_width(**a, budget=2), width_arguments),
     ],
 )
 def test_another_number_of_requests_is_refused_by_name(call, make) -> None:
@@ -128,4 +97,4 @@ def test_another_number_of_requests_is_refused_by_name(call, make) -> None:
         with pytest.raises(ValueError, match=f"{name} must have size"):
             call(arguments)
         assert make().keys() == arguments.keys()
-    assert first in ("best", "scores")
+    assert first == "best"

@@ -132,11 +132,10 @@ def test_every_policy_gives_plain_decodings_output(
     with operators_that_run() as ran:
         assert token_ids(engine.generate(prompts, params)) == token_ids(outputs)
     assert engine.record.accepted > 0
-    assert ran >= {"append_layer", "next_frontier", "rank_trees", "read_trees", "pack_trees"}
-    assert ran >= {"tree_attention", "accept_greedy", "commit_kv"}
+    assert ran >= {"append_layer", "next_frontier", "order_trees", "admit_nodes"}
+    assert ran >= {"read_trees", "pack_trees", "tree_attention", "accept_greedy", "commit_kv"}
     assert ("grant_layer" in ran) is (options["policy"] in GATED)
-    assert ("grant_width" in ran) is (options["policy"] in GATED and options.get("width", True))
-    assert (ran >= {"score_children", "expect_gain", "best_paying"}) is (
+    assert (ran >= {"score_children", "expect_gain", "fastest_size"}) is (
         options["policy"] == "goodput"
     )
 

@@ -7,12 +7,13 @@ In the order of a step (``pipeline.py`` is the page to read first):
 
 =================  ============================================================================
 ``tree``           the tensors that cross stages
+``decision``       what is decided about a step before it drafts; ``shape``: how far and how wide
+``policies``       echo, goodput and their relatives: each makes one decision a step
+``budget``         how much there is to spend, by ``cost``, what a step costs, and the load
 ``draft``          grow candidate trees layer by layer
 ``score``          what a node is worth, by the head and by ``acceptance``, its calibration
 ``gate``           may a request go deeper?
-``schedule``       spend the budget on candidates
-``budget``         how much there is to spend, by ``cost``, what a step costs, and the load
-``policies``       echo, goodput and their relatives: the same stages, other decisions
+``schedule``       order all candidates, admit as many as the budget holds
 ``pack``           flatten all trees into the rows of one target forward
 ``accept``         which path the target agrees with
 ``commit``         the KV of that path becomes the linear prefix

@@ -13,9 +13,11 @@ from typing import Protocol
 import torch
 
 from vllm_echo import ops
-from vllm_echo.core.budget import Offer
-from vllm_echo.core.cost import StepLoad
-from vllm_echo.core.policies import Growth, Policy, TreeShape
+from vllm_echo.core.decision import Decision, Rule
+from vllm_echo.core.gate import Growth, Limits, go_deeper
+from vllm_echo.core.schedule import cap_nodes
+from vllm_echo.core.score import child_scores
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.tree import ROOT, CandidateTrees
 
 
@@ -79,39 +81,30 @@ class _Layer:
     first_column: int
 
 
-def grow_trees(
-    head: DraftHead, batch: DraftBatch, policy: Policy, offer: Offer, load: StepLoad
-) -> tuple[CandidateTrees, Growth]:
-    """Draft for all requests; returns the candidates, and what was decided on the way.
+def limit_requests(batch: DraftBatch, decision: Decision) -> Limits:
+    """How far each request may go. A node at depth d needs d nodes."""
+    caps = cap_nodes(batch.max_nodes, decision)
+    most_layers = torch.where(batch.can_expand, caps, 1)
+    deepest = torch.minimum(batch.max_depths.clamp(max=decision.max_depth), most_layers)
+    return Limits(caps, deepest, batch.sampled)
 
-    ``offer`` is the step's budget. Fixed-shape policies spend nothing of it here.
-    """
-    shape = policy.shape
-    caps = policy.caps(batch.max_nodes, offer)
-    growth = Growth(
-        offer=offer,
-        load=load,
-        caps=caps,
-        sampled=batch.sampled,
-        deepest=torch.minimum(
-            batch.max_depths.clamp(max=policy.depth_limit(offer)),
-            torch.where(batch.can_expand, caps, 1),
-        ),
-        active=caps > 0,
-        num_layers=torch.zeros_like(batch.max_nodes),
-        truncated=torch.zeros_like(batch.chain_only),
-        budget=offer.num_nodes,
-    )
-    table = _empty_table(batch.max_nodes.shape[0], shape, growth)
+
+def grow_trees(
+    head: DraftHead, batch: DraftBatch, decision: Decision
+) -> tuple[CandidateTrees, Growth]:
+    """Draft for all requests; returns the candidates, and what was found out on the way."""
+    shape = decision.shape
+    growth = Growth.begin(limit_requests(batch, decision), decision)
+    table = _empty_table(batch.max_nodes.shape[0], shape, batch.max_nodes.device)
     requests = growth.active.nonzero().flatten()
     tokens, log_probs = (children[:, None] for children in head.expand_roots(shape.top_k))
     if requests.shape[0] < tokens.shape[0]:
         tokens, log_probs = tokens[requests], log_probs[requests]
     layer, frontier = _layer(table, shape, 1), None
     above: tuple[torch.Tensor | None, torch.Tensor | None, int] = (None, None, 0)
-    for depth in range(shape.max_depth):
+    for depth in range(decision.max_depth):
         tokens, log_probs = tokens.contiguous(), log_probs.contiguous()
-        scores = policy.child_scores(depth + 1, log_probs, requests, batch.sampled)
+        scores = child_scores(decision, depth + 1, log_probs, requests, batch.sampled)
         best = ops.append_layer(
             layer.tokens,
             layer.parents,
@@ -122,8 +115,8 @@ def grow_trees(
             batch.chain_only,
             *above,
         )
-        growth.active = policy.go_deeper(growth, depth, layer.scores, best)
-        if depth + 1 == shape.max_depth or growth.exhausted:
+        growth.active = go_deeper(decision, growth, depth, layer.scores, best)
+        if depth + 1 == decision.max_depth or _nothing_left(decision, growth):
             break
         frontier, parent_scores = _next_frontier(layer, frontier, growth.active, shape, depth + 1)
         requests = frontier.requests
@@ -138,16 +131,18 @@ def grow_trees(
     return table.leading(drafted), growth
 
 
-def _empty_table(num_requests: int, shape: TreeShape, growth: Growth) -> CandidateTrees:
-    device = growth.caps.device
+def _nothing_left(decision: Decision, growth: Growth) -> bool:
+    """Phase 1 has spent the budget: a layer more could have no node."""
+    return decision.rule is Rule.GATES and growth.budget <= 0
+
+
+def _empty_table(num_requests: int, shape: TreeShape, device: torch.device) -> CandidateTrees:
     size = (num_requests, shape.num_candidates)
     return CandidateTrees(
         tokens=torch.zeros(size, dtype=torch.int32, device=device),
         parents=torch.full(size, ROOT, dtype=torch.int32, device=device),
         depths=shape.column_depths.to(device).expand(size),
         scores=torch.full(size, -torch.inf, device=device),
-        num_layers=growth.num_layers,
-        truncated=growth.truncated,
     )
 
 

@@ -19,10 +19,12 @@ import torch
 from vllm_echo.core.budget import Offer
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
+from vllm_echo.core.decision import Decision
 from vllm_echo.core.draft import DraftBatch, DraftHead, grow_trees
+from vllm_echo.core.gate import Growth
 from vllm_echo.core.pack import pack_trees
-from vllm_echo.core.policies import Growth, make_policy
-from vllm_echo.core.schedule import rank_candidates, take_leading
+from vllm_echo.core.policies import make_policy
+from vllm_echo.core.schedule import schedule
 from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
 
 
@@ -30,6 +32,7 @@ from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
 class Proposal:
     """The next step's trees, and how they came about (for metrics and traces)."""
 
+    decision: Decision
     trees: DraftTrees
     candidates: CandidateTrees
     growth: Growth
@@ -59,12 +62,11 @@ class EchoPipeline:
 
         ``slots`` [R] int64. Never more than ``offer.num_nodes`` nodes in all.
         """
-        candidates, growth = grow_trees(head, batch, self.policy, offer, load)
-        ranked = rank_candidates(candidates, self.table.max_nodes)
-        counts = self.policy.spend(ranked, growth)
-        trees = take_leading(ranked, counts, self.table.max_nodes)
+        decision = self.policy.decide(load, offer)
+        candidates, growth = grow_trees(head, batch, decision)
+        trees = schedule(candidates, growth.limits, decision, self.table.max_nodes)
         self.table.write(slots, trees)
-        return Proposal(trees, candidates, growth)
+        return Proposal(decision, trees, candidates, growth)
 
     def pack_step(
         self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor

@@ -111,12 +111,12 @@ class StepStats:
         self.drafted = torch.bincount(candidates.depths[0], in_column)[1:].int().tolist()
         without = ~is_candidate.any(dim=1)
         if without.any():
-            without_budget = int((growth.caps[without] == 0).sum())
+            without_budget = int((growth.limits.caps[without] == 0).sum())
             self._leave_out(Undrafted.NO_BUDGET, without_budget)
             self._leave_out(Undrafted.NO_SCORE, int(without.sum()) - without_budget)
         self.gate_passes = _by_depth(growth.passed)
         self.gate_truncations = _by_depth(growth.cut)
-        self.offered = growth.offer.num_nodes
+        self.offered = proposal.decision.budget
         self.used = int(trees.num_nodes.sum())
         self.moved = nodes_moved(trees.num_nodes, self.offered)
         place = torch.arange(trees.depths.shape[1], device=trees.depths.device)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_echo.core.policies import TreeShape
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.tree import ROOT, CandidateTrees
 
 UNKNOWN = -1

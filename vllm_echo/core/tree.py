@@ -49,10 +49,6 @@ class CandidateTrees:
     scores: torch.Tensor
     """[R, C] float32, log of the product of the path's probabilities: the draft's, or under
     `goodput` calibrated ones of acceptance."""
-    num_layers: torch.Tensor
-    """[R] int32, budget of phase 1: layers that were granted (one node each)."""
-    truncated: torch.Tensor
-    """[R] bool, cut by a gate (and not by the budget or by reaching its last depth)."""
 
     def leading(self, num_columns: int) -> "CandidateTrees":
         """The first columns of every request."""
@@ -61,9 +57,25 @@ class CandidateTrees:
             parents=self.parents[:, :num_columns],
             depths=self.depths[:, :num_columns],
             scores=self.scores[:, :num_columns],
-            num_layers=self.num_layers,
-            truncated=self.truncated,
         )
+
+
+@dataclass
+class OrderedTrees:
+    """Candidates in the order in which a budget admits them. Filled by ``schedule``.
+
+    Rows are in descending path score (see the module's text).
+    """
+
+    tokens: torch.Tensor
+    """[R, N] int32."""
+    parents: torch.Tensor
+    """[R, N] int32, index into the same row, always below the node's own; or ``ROOT``."""
+    depths: torch.Tensor
+    """[R, N] int32, 1 for children of the root."""
+    keys: torch.Tensor
+    """[R, N] int64, ascending within a request, unique over all: a budget of K admits the nodes
+    with the K lowest. 2**63 - 1 where there is no such node."""
 
 
 @dataclass

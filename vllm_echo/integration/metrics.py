@@ -6,14 +6,14 @@ says what each metric counts.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_echo.core.config import EchoConfig
-from vllm_echo.core.policies import ElasticPolicy, make_policy
+from vllm_echo.core.decision import Rule
+from vllm_echo.core.policies import make_policy
 from vllm_echo.core.stats import StepStats, Undrafted
 
 PREFIX = "vllm:spec_decode_echo_"
@@ -143,13 +143,10 @@ class EchoLogging:
 
 def gates_asked(config: EchoConfig) -> list[int]:
     """Depths of the gates that the configuration's policy asks."""
-    if config.policy == "goodput":
+    policy = make_policy(config)
+    if policy.rule is not Rule.GATES:
         return []
-    # A curve may be there for the worker only; which gates are asked does not depend on it.
-    policy = make_policy(replace(config, k_max=0))
-    if not isinstance(policy, ElasticPolicy):
-        return []
-    return [depth for depth in range(policy.shape.max_depth) if policy.gates.has_gate(depth)]
+    return [depth for depth, threshold in enumerate(policy.thresholds) if threshold is not None]
 
 
 def by_reason(stats: StepStats) -> list[tuple[Undrafted, int]]:

@@ -36,9 +36,9 @@ from vllm_echo.ops.draft import grant_layer as grant_layer
 from vllm_echo.ops.draft import next_frontier as next_frontier
 from vllm_echo.ops.draft import score_children as score_children
 from vllm_echo.ops.library import CUDA_OPERATORS as CUDA_OPERATORS
-from vllm_echo.ops.schedule import best_paying as best_paying
-from vllm_echo.ops.schedule import grant_width as grant_width
-from vllm_echo.ops.schedule import rank_trees as rank_trees
+from vllm_echo.ops.schedule import admit_nodes as admit_nodes
+from vllm_echo.ops.schedule import fastest_size as fastest_size
+from vllm_echo.ops.schedule import order_trees as order_trees
 from vllm_echo.ops.schedule import schedule_budget as schedule_budget
 from vllm_echo.ops.verify import pack_trees as pack_trees
 from vllm_echo.ops.verify import read_trees as read_trees

@@ -99,23 +99,36 @@ def _(
     )
 
 
-@torch.library.register_fake("vllm_echo::rank_trees")
+@torch.library.register_fake("vllm_echo::order_trees")
 def _(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
     scores: torch.Tensor,
+    caps: torch.Tensor,
+    deepest: torch.Tensor,
+    thresholds: torch.Tensor,
+    rule: int,
+    width: bool,
     max_nodes: int,
 ) -> tuple[torch.Tensor, ...]:
-    require_devices("rank_trees", (tokens, parents, depths, scores, max_nodes))
-    shape = tokens.shape[0], torch.sym_min(max_nodes, tokens.shape[1])
-    return (*(tokens.new_empty(shape) for _ in range(3)), scores.new_empty(shape))
+    limits = (caps, deepest, thresholds, rule, width, max_nodes)
+    require_devices("order_trees", (tokens, parents, depths, scores, *limits))
+    shape = tokens.shape[0], max_nodes
+    keys = tokens.new_empty(shape, dtype=torch.int64)
+    return (*(tokens.new_empty(shape) for _ in range(3)), keys)
 
 
-@torch.library.register_fake("vllm_echo::best_paying")
-def _(scores: torch.Tensor, caps: torch.Tensor, *others: object) -> torch.Tensor:
-    require_devices("best_paying", (scores, caps, *others))
-    return caps.new_empty(caps.shape[0])
+@torch.library.register_fake("vllm_echo::fastest_size")
+def _(keys: torch.Tensor, *others: object) -> torch.Tensor:
+    require_devices("fastest_size", (keys, *others))
+    return keys.new_empty(())
+
+
+@torch.library.register_fake("vllm_echo::admit_nodes")
+def _(keys: torch.Tensor, budget: int) -> torch.Tensor:
+    require_devices("admit_nodes", (keys, budget))
+    return keys.new_empty(keys.shape[0], dtype=torch.int32)
 
 
 @torch.library.register_fake("vllm_echo::score_children")
@@ -144,14 +157,6 @@ def _(
 def _(best: torch.Tensor, active: torch.Tensor, *others: object) -> torch.Tensor:
     require_devices("expect_gain", (best, active, *others))
     return active.new_empty(active.shape)
-
-
-@torch.library.register_fake("vllm_echo::grant_width")
-def _(
-    scores: torch.Tensor, truncated: torch.Tensor, granted: torch.Tensor, *others: object
-) -> torch.Tensor:
-    require_devices("grant_width", (scores, truncated, granted, *others))
-    return granted.new_empty(granted.shape)
 
 
 @torch.library.register_fake("vllm_echo::schedule_budget")

@@ -28,7 +28,13 @@ CUDA_OPERATORS = frozenset(
         "tree_part_attention",
     }
 )
-"""Operators that have a CUDA implementation; all but the last have one for the CPU, too."""
+"""Operators that have a CUDA implementation."""
+
+ON_A_CPU = {
+    "schedule_budget": "order_trees and admit_nodes",
+    "tree_part_attention": "tree_attention",
+}
+"""What to call on a CPU instead of those that run on a CUDA device only."""
 
 HAS_CUDA = "cuda=none" not in torch.ops.vllm_echo.build_info()
 
@@ -52,11 +58,11 @@ def require_devices(op: str, arguments: tuple[object, ...]) -> None:
     ]
     on_cuda = op in CUDA_OPERATORS and HAS_CUDA and any(item.is_cuda for _, item in named)
     device = next((item.device for _, item in named if item.is_cuda), None)
-    if op == "tree_part_attention" and not on_cuda:
+    if op in ON_A_CPU and not on_cuda:
+        name, first = named[0]
         raise TypeError(
-            f"{op}: query must be on a CUDA device, got {named[0][1].device}, and this build must "
-            f"have CUDA operators (it has {'some' if HAS_CUDA else 'none'}); on a CPU use "
-            "tree_attention"
+            f"{op}: {name} must be on a CUDA device, got {first.device}, and this build must have "
+            f"CUDA operators (it has {'some' if HAS_CUDA else 'none'}); on a CPU use {ON_A_CPU[op]}"
         )
     for name, item in named:
         if on_cuda and item.device != device:

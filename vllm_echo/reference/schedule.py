@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage *schedule*, the obvious version: hand out K_max one node at a time.
+"""Stage *schedule*, the obvious version: hand out K_max one node at a time; and the order of
+admission, which does the same for every K_max at once.
 
 Scores and confidences are Python floats that hold float32 values, so that comparisons and ties
 come out as in the tensor version.
@@ -113,6 +114,69 @@ def even_caps(max_nodes: Sequence[int], budget: int) -> list[int]:
     for place, r in enumerate(drafted):
         shares[r] = len(range(place, budget, len(drafted)))
     return [min(share, most) for share, most in zip(shares, max_nodes, strict=True)]
+
+
+class Layers(NamedTuple):
+    """What a request's own gates come to."""
+
+    confidence: list[float]
+    """Of the layers that it may pay for, one node each."""
+    last: int
+    """Candidates of deeper layers would not have been drafted."""
+    truncated: bool
+
+
+def pass_gates(
+    nodes: Sequence[Node], cap: int, deepest: int, thresholds: Sequence[float | None]
+) -> Layers:
+    """Layer by layer, as if the budget never ended. ``thresholds`` by depth, for all layers."""
+    confidence: list[float] = []
+    if cap <= 0:
+        return Layers(confidence, 0, False)
+    for depth, threshold in enumerate(thresholds):
+        layer = [node.score for node in nodes if node.depth == depth + 1]
+        best = max(layer, default=-math.inf)
+        if best == -math.inf:
+            return Layers(confidence, depth + 1, False)
+        if threshold is not None and not probability(best) > to_float32(threshold):
+            return Layers(confidence, depth + 1, True)
+        if len(confidence) < cap:
+            confidence.append(probability(best))
+        if len(confidence) <= depth or depth + 1 >= deepest or depth + 1 == len(thresholds):
+            return Layers(confidence, depth + 1, False)
+    return Layers(confidence, 1, False)
+
+
+def places_by_gates(
+    nodes: Sequence[Node], cap: int, layers: Layers, width: bool
+) -> list[tuple[float, ...]]:
+    """When a request may have 1, 2, ... nodes: depth before width, the truncated before others.
+    ``nodes`` are those of the layers that count."""
+    depth = [(0, at, -confidence) for at, confidence in enumerate(layers.confidence)]
+    scores = sorted((node.score for node in nodes if math.isfinite(node.score)), reverse=True)
+    left = scores[len(depth) : max(cap, 0)] if width else []
+    return [*depth, *((1, not layers.truncated, -score) for score in left)]
+
+
+def places_by_price(nodes: Sequence[Node], cap: int) -> list[tuple[float, ...]]:
+    """The likeliest of all requests first."""
+    worths = sorted((probability(node.score) for node in nodes), reverse=True)
+    return [(-worth,) for worth in worths[: max(cap, 0)] if worth > 0]
+
+
+def places_in_turns(nodes: Sequence[Node], cap: int) -> list[tuple[float, ...]]:
+    """A node each, then the next."""
+    possible = sum(math.isfinite(node.score) for node in nodes)
+    return [(turn,) for turn in range(min(possible, max(cap, 0)))]
+
+
+def admit_nodes(places: Sequence[Sequence[tuple[float, ...]]], budget: int) -> list[int]:
+    """Nodes per request: the first ``budget`` places of all, ties by request and then by rank."""
+    order = sorted(
+        (place, r, rank) for r, row in enumerate(places) for rank, place in enumerate(row)
+    )
+    admitted = [r for _, r, _ in order[: max(budget, 0)]]
+    return [admitted.count(r) for r in range(len(places))]
 
 
 def take_best(candidates: Sequence[Node], count: int) -> list[Node]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.kit import randoms
-from vllm_echo.core.schedule import best_paying
-from vllm_echo.core.tree import CandidateTrees
+from vllm_echo import ops
+from vllm_echo.core.decision import Rule
 from vllm_echo.reference import schedule as reference
 from vllm_echo.reference.schedule import to_float32
 
@@ -21,29 +21,23 @@ many = settings(max_examples=150, deadline=None, derandomize=True)
 Rows = Sequence[Sequence[float]]
 
 
-def ranked(scores: Rows) -> CandidateTrees:
-    """Candidates with these scores, best first; nothing else about them matters here."""
+def keys_of(scores: Rows, caps: Sequence[int]) -> torch.Tensor:
+    """Of candidates with these scores; nothing else about them matters here."""
     width = max([1, *map(len, scores)])
-    padded = [sorted(row, reverse=True) + [-math.inf] * (width - len(row)) for row in scores]
-    shape = (len(scores), width)
-    nothing = torch.zeros(shape, dtype=torch.int32)
-    values = torch.tensor(padded, dtype=torch.float32).view(shape)
-    counts = torch.zeros(len(scores), dtype=torch.int32)
-    return CandidateTrees(nothing, nothing, nothing, values, counts, counts.bool())
+    padded = [list(row) + [-math.inf] * (width - len(row)) for row in scores]
+    values = torch.tensor(padded, dtype=torch.float32).view(len(scores), width)
+    nothing = torch.zeros(values.shape, dtype=torch.int32)
+    most = torch.tensor(caps, dtype=torch.int32)
+    table = (nothing, nothing - 1, nothing + 1, values)
+    return ops.order_trees(*table, most, most, torch.zeros(0), Rule.PRICE, True, width)[3]
 
 
 def paying(
     scores: Rows, caps: Sequence[int], added_ms: Sequence[float], plain_ms: float = 20.0
 ) -> list[int]:
-    counts = best_paying(
-        ranked(scores),
-        torch.tensor(caps, dtype=torch.int32),
-        len(scores),
-        plain_ms,
-        torch.tensor(added_ms, dtype=torch.float64),
-    )
-    assert counts.dtype == torch.int32
-    return counts.tolist()
+    keys = keys_of(scores, caps)
+    added = torch.tensor(added_ms, dtype=torch.float64)
+    return ops.admit_nodes(keys, ops.fastest_size(keys, added, len(scores), plain_ms)).tolist()
 
 
 def random_question(source: random.Random, distinct: bool) -> tuple[Rows, list[int], list[float]]:
