@@ -223,6 +223,7 @@ def malformed_tree(sizes: list[int], tokens: torch.Tensor, parents: torch.Tensor
         parents=parents,
         depths=torch.zeros_like(tokens),
         ancestors=torch.zeros(tokens.shape[0], 1, dtype=torch.int64),
+        num_nodes=tokens.shape[0] - len(sizes),
     )
 
 

@@ -76,6 +76,19 @@ def test_ragged_batches_pack_request_after_request() -> None:
         assert_packed_like_the_reference(pack_nodes(trees), trees)
 
 
+@pytest.mark.parametrize("more", [0, 1, 70])
+def test_padding_is_no_node(more: int) -> None:
+    """Catches a number of nodes that is read off the rows of a forward of fixed size."""
+    trees = [random_tree(random.Random(5), size) for size in (3, 0, 9)]
+    tree = pack_trees(draft_trees(trees), max_rows=15 + more)
+    assert tree.tokens.shape[0] == 15 + more
+    assert tree.num_nodes == 12
+    assert tree.cu_rows.tolist() == [0, 4, 5, 15]
+    assert pack_trees(draft_trees(trees)).num_nodes == 12
+    assert pack_roots(3, CPU).num_nodes == 0
+    assert not tree.ancestors[15:].any()
+
+
 def test_roots_alone_pack() -> None:
     assert_packed_like_the_reference(pack_nodes([[]]), [[]])
     assert_packed_like_the_reference(pack_nodes([[], [], []]), [[], [], []])

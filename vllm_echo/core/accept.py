@@ -20,21 +20,33 @@ SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(requests [M] int64, rows [M] int64 into the super-tree) -> the target's next tokens [M]."""
 
 
-def accept_given(tree: SuperTree, target_tokens: torch.Tensor) -> AcceptedPaths:
-    """Walk with ``target_tokens`` [T]: the target's next token at every row, known already."""
-    return AcceptedPaths(*ops.accept_paths(target_tokens, tree.cu_rows, tree.tokens, tree.parents))
+def accept_given(
+    tree: SuperTree, target_tokens: torch.Tensor, max_nodes: int | None = None
+) -> AcceptedPaths:
+    """Walk with ``target_tokens`` [T]: the target's next token at every row, known already.
+
+    ``max_nodes``: L, the longest path that is kept; None is the largest tree, which a device would
+    have to be asked for.
+    """
+    trees = (tree.cu_rows, tree.tokens, tree.parents)
+    return AcceptedPaths(*ops.accept_paths(target_tokens, *trees, max_nodes))
 
 
-def accept_greedy(tree: SuperTree, logits: torch.Tensor) -> AcceptedPaths:
-    """Walk along the most likely tokens of ``logits`` [T, V], looking at visited rows only."""
-    return AcceptedPaths(*ops.accept_greedy(logits, tree.cu_rows, tree.tokens, tree.parents))
+def accept_greedy(
+    tree: SuperTree, logits: torch.Tensor, max_nodes: int | None = None
+) -> AcceptedPaths:
+    """Walk along the most likely tokens of ``logits`` [T, V], looking at visited rows only;
+    ``max_nodes`` as for ``accept_given``."""
+    trees = (tree.cu_rows, tree.tokens, tree.parents)
+    return AcceptedPaths(*ops.accept_greedy(logits, *trees, max_nodes))
 
 
 def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:
     """Walk level by level, asking ``sample`` for the tokens of visited rows only.
 
     ``sample`` sees every request once at its root, then only the requests that still
-    walk: whatever depends on history can be updated between the calls.
+    walk: whatever depends on history can be updated between the calls. So it needs the host
+    between two levels, and is for requests whose tokens depend on their own path, on a CPU.
     """
     num_requests = tree.num_requests
     start = tree.cu_rows[:-1].long()

@@ -14,7 +14,10 @@ from vllm_echo.core.tree import AcceptedPaths
 
 
 def needs_commit(paths: AcceptedPaths) -> bool:
-    """False when every accepted path lies where it belongs already."""
+    """False when every accepted path is known to lie where it belongs already. A device is not
+    asked: there rows in place cost the move next to nothing, and the answer a wait."""
+    if not paths.rows.is_cpu:
+        return True
     if paths.rows.shape[1] == 0:
         return False
     linear = torch.arange(

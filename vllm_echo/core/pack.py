@@ -14,10 +14,22 @@ from vllm_echo import ops
 from vllm_echo.core.tree import DraftTrees, SuperTree
 
 
-def pack_trees(trees: DraftTrees) -> SuperTree:
-    """R trees of N nodes at most -> the packed super-tree (``SuperTree``, T = R + nodes)."""
-    num_nodes = trees.num_nodes.contiguous()
-    return SuperTree(*ops.pack_trees(trees.tokens, trees.parents, trees.depths, num_nodes))
+def pack_trees(
+    trees: DraftTrees, max_rows: int | None = None, num_nodes: int | None = None
+) -> SuperTree:
+    """R trees of N nodes at most -> the packed super-tree (``SuperTree``).
+
+    ``max_rows``: T, with padding behind the last tree; T = R + nodes without it, which a device
+    would have to be asked for. ``num_nodes``: of all trees, where the caller knows it; it is
+    counted otherwise, which waits for a device, too.
+    """
+    counts = trees.num_nodes.contiguous()
+    cu_rows, tokens, parents, depths, ancestors = ops.pack_trees(
+        trees.tokens, trees.parents, trees.depths, counts, max_rows
+    )
+    if num_nodes is None:
+        num_nodes = int(counts.sum())
+    return SuperTree(cu_rows, tokens, parents, depths, ancestors, num_nodes)
 
 
 @lru_cache(maxsize=512)
@@ -30,4 +42,5 @@ def pack_roots(num_requests: int, device: torch.device) -> SuperTree:
         parents=zeros - 1,
         depths=zeros,
         ancestors=torch.ones(num_requests, 1, dtype=torch.int64, device=device),
+        num_nodes=0,
     )

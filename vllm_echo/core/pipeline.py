@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """ECHO in one page: the stages in the order in which a step runs them. Read this first.
 
+    decide                         policy.decide      plain data, on the host
     draft -> gate -> schedule      propose_trees      after step t's tokens are known
     pack                           pack_step          at the start of step t + 1
     verify                         (the target's forward; the adapter's attention)
     accept                         accept.py          on its logits
     commit                         commit_paths       before anything reads the KV
 
-Everything here takes and gives tensors and knows no engine. An adapter
+Everything here takes and gives tensors and knows no engine. It is the order for a runner on a
+CPU; docs/pipeline.md says which of the functions one on a device can use. An adapter
 (``vllm_echo.integration``) supplies the draft model, the forward and the caches, and keeps
 requests in slots. docs/pipeline.md follows a request through the stages.
 """
@@ -69,7 +71,12 @@ class EchoPipeline:
         return Proposal(decision, trees, candidates, growth)
 
     def pack_step(
-        self, slots: torch.Tensor, scheduled: torch.Tensor, num_scheduled: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        scheduled: torch.Tensor,
+        num_scheduled: torch.Tensor,
+        max_rows: int | None = None,
+        num_nodes: int | None = None,
     ) -> SuperTree:
         """The super-tree of what the engine scheduled: ``TreeTable.read``, packed."""
-        return pack_trees(self.table.read(slots, scheduled, num_scheduled))
+        return pack_trees(self.table.read(slots, scheduled, num_scheduled), max_rows, num_nodes)

@@ -118,7 +118,9 @@ class SuperTree:
     """All trees of a step, flattened for one target forward. Filled by ``pack``.
 
     T rows; request r owns rows ``cu_rows[r]`` to ``cu_rows[r + 1]``: its root, then its
-    nodes in order. Row indices in ``parents`` are local to the request (root: 0).
+    nodes in order. Row indices in ``parents`` are local to the request (root: 0). Rows from
+    ``cu_rows[R]`` on belong to nobody: padding (-1, -1, 0, no ancestor), where a forward has a
+    fixed number of rows.
     """
 
     cu_rows: torch.Tensor
@@ -131,15 +133,12 @@ class SuperTree:
     """[T] int32, 0 at roots: rope position = root position + depth."""
     ancestors: torch.Tensor
     """[T, W] int64, bit j: the row attends to row j of its request (itself included)."""
+    num_nodes: int
+    """Of all requests, as whoever packs knows it; their roots are none. No shape tells it."""
 
     @property
     def num_requests(self) -> int:
         return self.cu_rows.shape[0] - 1
-
-    @property
-    def num_nodes(self) -> int:
-        """Of all requests; their roots are none."""
-        return self.tokens.shape[0] - self.num_requests
 
 
 @dataclass
@@ -177,8 +176,16 @@ class TreeTable:
         return self.tokens.shape[1]
 
     def grow(self) -> range:
-        """Double the table; returns the new slots. Existing trees stay where they are."""
+        """Double the table; returns the new slots. Existing trees stay where they are, the tensors
+        do not. So a table that captured graphs may hold by its address, one on a device, has
+        its slots for good: RuntimeError there."""
         old = self.num_slots
+        if self.num_nodes.device.type != "cpu":
+            raise RuntimeError(
+                f"the tree table on {self.num_nodes.device} has {old} slots and cannot grow, since "
+                "captured graphs hold its address; make it with a slot for every request there "
+                "can be"
+            )
         for name in ("tokens", "parents", "depths", "num_nodes"):
             rows = getattr(self, name)
             setattr(self, name, torch.cat([rows, torch.zeros_like(rows)]))
