@@ -2,6 +2,7 @@
 """echo, dense and fixed-threshold: depth first, then width, whatever the head says."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 
@@ -62,9 +63,13 @@ def test_width_is_bought_only_when_nobody_can_go_deeper(source: random.Random) -
 @many
 @given(randoms)
 def test_truncated_requests_are_widened_before_all_others(source: random.Random) -> None:
-    """If an untruncated request got width, every truncated one has all that it can take."""
-    step = random_step(source, policy=GATED)
-    decision = decide(step)
+    """If an untruncated request got width, every truncated one has all that it can take. The budget
+    ends among the nodes of width, or nothing would have to wait."""
+    plenty = random_step(source, [2, 5, 9], policy=GATED, width=True, transfer=True, budget=10**6)
+    outcome = decide(plenty)
+    depth = sum(outcome.layers)
+    step = replace(plenty, budget=depth + source.randint(0, sum(outcome.counts) - depth))
+    decision = decide(step, offer=replace(plenty.offer(), num_nodes=step.budget))
     counts, possible = decision.counts, decision.possible
     others_got_width = any(
         count > layer and not cut

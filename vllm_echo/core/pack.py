@@ -20,15 +20,15 @@ def pack_trees(
     """R trees of N nodes at most -> the packed super-tree (``SuperTree``).
 
     ``max_rows``: T, with padding behind the last tree; T = R + nodes without it, which a device
-    would have to be asked for. ``num_nodes``: of all trees, where the caller knows it; it is
-    counted otherwise, which waits for a device, too.
+    would have to be asked for. ``num_nodes``: of all trees, where the caller knows it; padded
+    ones are counted otherwise, which waits for a device, too.
     """
     counts = trees.num_nodes.contiguous()
     cu_rows, tokens, parents, depths, ancestors = ops.pack_trees(
         trees.tokens, trees.parents, trees.depths, counts, max_rows
     )
     if num_nodes is None:
-        num_nodes = int(counts.sum())
+        num_nodes = tokens.shape[0] - counts.shape[0] if max_rows is None else int(counts.sum())
     return SuperTree(cu_rows, tokens, parents, depths, ancestors, num_nodes)
 
 
