@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.core.kit import SIZES, Tally, pack_nodes, path_lists, random_tree, row_paths
-from vllm_echo.core.accept import accept_given, walk_paths
+from vllm_echo.core.accept import EndsWith, accept_given, end_paths, walk_paths
 from vllm_echo.core.tree import AcceptedPaths, SuperTree
 from vllm_echo.reference.accept import accept_one
 from vllm_echo.reference.schedule import Node
@@ -134,6 +134,72 @@ def test_one_token_is_drawn_per_output_token_in_the_order_of_the_path() -> None:
             assert len(outputs) == len(visited)
         tally.add(packed, paths)
     tally.assert_all_happened()
+
+
+class Ends:
+    """Ends a request with its second even token: a rule with a history."""
+
+    def __init__(self, num_requests: int):
+        self.outputs: list[list[int]] = [[] for _ in range(num_requests)]
+
+    @staticmethod
+    def judge(output: list[int]) -> bool:
+        return output[-1] % 2 == 0 and sum(token % 2 == 0 for token in output) == 2
+
+    def ends_with(self, request: int, token: int) -> bool:
+        self.outputs[request].append(token)
+        return self.judge(self.outputs[request])
+
+
+def walk_to_ends(tree: SuperTree, targets: torch.Tensor, ends_with: EndsWith) -> AcceptedPaths:
+    return walk_paths(tree, lambda requests, rows: targets[rows], ends_with)
+
+
+def cut_at_ends(tree: SuperTree, targets: torch.Tensor, ends_with: EndsWith) -> AcceptedPaths:
+    return end_paths(accept_given(tree, targets), ends_with)
+
+
+@pytest.mark.parametrize("walk", [walk_to_ends, cut_at_ends])
+def test_a_path_leads_to_its_requests_end_and_no_further(
+    walk: Callable[[SuperTree, torch.Tensor, EndsWith], AcceptedPaths],
+) -> None:
+    """Catches a stop token that is walked through: what lies behind it would count as computed.
+    The rule is asked along the path, once a token, and never behind an end."""
+    source = random.Random(5)
+    cut = 0
+    tally = Tally()
+    for _ in range(100):
+        trees = [random_tree(source, source.randint(0, 12), vocab=VOCAB) for _ in range(5)]
+        packed = pack_nodes(trees)
+        targets = random_targets(source, packed)
+        ends = Ends(len(trees))
+        paths = walk(packed, targets, ends.ends_with)
+        whole = expected_paths(packed, targets)
+        for (outputs, rows), (uncut, uncut_rows), asked in zip(
+            path_lists(paths), whole, ends.outputs, strict=True
+        ):
+            lengths = range(1, len(uncut) + 1)
+            end = next((n for n in lengths if Ends.judge(uncut[:n])), len(uncut))
+            assert (outputs, rows) == (uncut[:end], uncut_rows[: end - 1])
+            assert asked == uncut[: min(end, len(uncut_rows))]
+            cut += end < len(uncut)
+        tally.add(packed, paths)
+    tally.assert_all_happened()
+    assert cut > 50
+
+
+def test_nothing_is_drawn_behind_an_end() -> None:
+    """Catches a random stream ahead of plain decoding's, from which a session would go on."""
+    packed = pack_nodes([[Node(3, -1, 1, 0.0), Node(4, 0, 2, 0.0)]] * 2)
+    drawn = []
+
+    def sample(requests: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        drawn.extend(requests.tolist())
+        return torch.tensor([3, 4, 5])[rows % 3]
+
+    paths = walk_paths(packed, sample, lambda request, token: request == 0 and token == 3)
+    assert path_lists(paths) == [([3], []), ([3, 4, 5], [1, 2])]
+    assert drawn == [0, 1, 1, 1]
 
 
 def test_accepted_rows_carry_the_outputs_and_attend_to_just_their_path() -> None:

@@ -17,11 +17,14 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# An oracle's way into a worker of another process.
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 from vllm import LLM, RequestOutput, SamplingParams
 
 from tests.serving.oracle import OracleHead
 from vllm_echo.integration.cpu.runner import EchoCPUModelRunner
+from vllm_echo.integration.cpu.verifier import TreeVerifier
 
 ENGINE_DEFAULTS = {
     "dtype": "float32",
@@ -33,6 +36,10 @@ ENGINE_DEFAULTS = {
     "seed": 0,
     "skip_tokenizer_init": True,
 }
+
+
+_LATEST: list["Engine"] = []
+"""The engine that was built last: it must not be collected before the next one is built."""
 
 
 @dataclass
@@ -102,6 +109,27 @@ class Engine:
             )
         return outputs
 
+    def step_through(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        after_step: Callable[[], None] = lambda: None,
+        arrivals: int = 1000,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` step by step: so many ``arrivals`` before each, a call of ``after_step``
+        behind it."""
+        engine, finished, arrived = self.llm.llm_engine, {}, 0
+        while len(finished) < len(prompts):
+            for index in range(arrived, min(arrived + arrivals, len(prompts))):
+                prompt = {"prompt_token_ids": list(prompts[index])}
+                priority = priorities[index] if priorities else 0
+                engine.add_request(str(index), prompt, params[index], priority=priority)
+            arrived += arrivals
+            finished |= {o.request_id: o for o in engine.step() if o.finished}
+            after_step()
+        return [finished[str(index)] for index in range(len(prompts))]
+
     def num_free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
@@ -109,41 +137,66 @@ class Engine:
         self, truths: dict[tuple[int, ...], list[int]], hit_rate: float = 0.8, seed: int = 0
     ) -> None:
         """Replace the head by an oracle that knows ``truths``: prompt -> output tokens."""
-        runner = self.runner
-        gen = torch.Generator().manual_seed(seed)
-
-        def draft_head(requests, for_logits, for_feedback, roots):
-            states = [runner.requests[runner.input_batch.req_ids[i]] for i in requests.tolist()]
-            known = [
-                truths.get(tuple(state.prompt_token_ids), [])[len(state.output_token_ids) :]
-                for state in states
-            ]
-            return OracleHead(known, runner.input_batch.vocab_size, hit_rate, gen)
-
-        runner._draft_head = draft_head
+        follow(self.runner, truths, hit_rate, seed)
 
     def watch(self) -> AcceptanceRecord:
         """Record every step's acceptance from now on."""
-        verifier = self.runner.rejection_sampler
-        plain_forward = type(verifier).forward
-
-        def forward(*args, **kwargs):
-            step = verifier._step
-            output = plain_forward(verifier, *args, **kwargs)
-            if step is not None:
-                self.record.add_step(step.tree, verifier.paths)
-            return output
-
-        verifier.forward = forward
+        watch(self.runner.rejection_sampler, self.record)
         return self.record
+
+
+def watch(verifier: TreeVerifier, record: AcceptanceRecord) -> None:
+    """``Engine.watch`` where the verifier is."""
+    plain_forward = type(verifier).forward
+
+    def forward(*args, **kwargs):
+        step = verifier._step
+        output = plain_forward(verifier, *args, **kwargs)
+        if step is not None:
+            record.add_step(step.tree, verifier.paths)
+        return output
+
+    verifier.forward = forward
+
+
+def follow(
+    runner: EchoCPUModelRunner,
+    truths: dict[tuple[int, ...], list[int]],
+    hit_rate: float,
+    seed: int = 0,
+) -> None:
+    """``Engine.follow`` where the runner is."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def draft_head(requests, for_logits, for_feedback, roots):
+        states = [runner.requests[runner.input_batch.req_ids[i]] for i in requests.tolist()]
+        known = [
+            truths.get(tuple(state.prompt_token_ids), [])[len(state.output_token_ids) :]
+            for state in states
+        ]
+        return OracleHead(known, runner.input_batch.vocab_size, hit_rate, gen)
+
+    runner._draft_head = draft_head
 
 
 def plain_engine(target: Path, **options) -> Engine:
     """Decoding without speculation."""
-    # An engine that is collected takes the process's parallel groups with it: not while the
-    # next one is being built on them.
+    # An engine that is collected takes the process's parallel groups along, and the next one makes
+    # them anew, for all that are left: so it happens here and nowhere else.
+    _LATEST.clear()
     gc.collect()
-    return Engine(LLM(model=str(target), **{**ENGINE_DEFAULTS, **options}))
+    engine = Engine(LLM(model=str(target), **{**ENGINE_DEFAULTS, **options}))
+    _LATEST.append(engine)
+    return engine
+
+
+def speculative_config(head: Path, num_nodes: int, echo: dict | None) -> dict:
+    return {
+        "method": "echo",
+        "model": str(head),
+        "num_speculative_tokens": num_nodes,
+        "echo": {"policy": "echo", "k_max": 32, **(echo or {})},
+    }
 
 
 def echo_engine(
@@ -156,13 +209,7 @@ def echo_engine(
 ) -> Engine:
     """Decoding with echo, watched; ``speculative`` are more keys beside ``echo``. Unless ``echo``
     says otherwise the budget is a constant, so that no decision depends on the machine."""
-    config = {
-        "method": "echo",
-        "model": str(head),
-        "num_speculative_tokens": num_nodes,
-        "echo": {"policy": "echo", "k_max": 32, **(echo or {})},
-        **(speculative or {}),
-    }
+    config = {**speculative_config(head, num_nodes, echo), **(speculative or {})}
     engine = plain_engine(target, speculative_config=config, **options)
     engine.watch()
     return engine

@@ -6,7 +6,7 @@ random wrong ones; scores are random, so nodes stand in a random topological ord
 head hardly ever accepts scattered rows; this one does it all the time, which is what
 compaction, depth positions and masks must survive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -61,13 +61,3 @@ class OracleHead:
                 tokens[node, int(torch.randint(width, (1,), generator=self._gen))] = truth
         log_probs = -torch.rand(num_nodes, width, generator=self._gen)
         return tokens.to(torch.int32), log_probs.sort(dim=1, descending=True).values
-
-
-class OracleBook:
-    """True continuations by prompt (and an optional tag for requests that share one)."""
-
-    def __init__(self, outputs: Mapping[tuple, Sequence[int]]):
-        self._outputs = outputs
-
-    def continuation(self, key: tuple, num_emitted: int) -> Sequence[int]:
-        return self._outputs[key][num_emitted:] if key in self._outputs else ()

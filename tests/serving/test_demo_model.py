@@ -10,6 +10,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.serving.harness import Engine, echo_engine, plain_engine, token_ids
+from tests.serving.test_identity import assert_equal_logprobs
+from tests.serving.test_scheduling import preempted_in_the_step_that_scheduled_them
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -51,6 +53,16 @@ def plain(demo: dict[str, str]) -> Engine:
 @pytest.fixture(scope="module")
 def echo(demo: dict[str, str]) -> Engine:
     return echo_engine(demo["model"], demo["draft"], 6, {"k_max": 32, "gates": []}, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def short_of_blocks(demo: dict[str, str]) -> Engine:
+    """Thirteen blocks for who counts most."""
+    limits = {"scheduling_policy": "priority", "max_model_len": 384, "enable_prefix_caching": False}
+    # 32 positions, 31 layers, keys and values, three heads of 64, fp32; one block is nobody's.
+    limits["kv_cache_memory_bytes"] = 14 * 32 * 31 * 2 * 3 * 64 * 4
+    budget = {"k_max": 32, "gates": []}
+    return echo_engine(demo["model"], demo["draft"], 6, budget, **{**OPTIONS, **limits})
 
 
 def chats(engine: Engine) -> list[list[int]]:
@@ -106,6 +118,84 @@ def test_structured_output_alone_accepts_its_chains(plain: Engine, echo: Engine)
     both(plain, echo, params)
     assert echo.record.accepted > 0
     assert echo.record.non_first_siblings == 0
+
+
+def grammars_and_others(count: int = 8) -> list[SamplingParams]:
+    """Half of them with a schema; greedy, seeded, with and without logprobs."""
+    return [
+        SamplingParams(
+            temperature=0.8 if i % 4 > 1 else 0,
+            seed=i,
+            max_tokens=48,
+            logprobs=2 if i % 3 == 0 else None,
+            structured_outputs=StructuredOutputsParams(json=SCHEMA) if i % 2 else None,
+        )
+        for i in range(count)
+    ]
+
+
+def expect_same(actual: list, expected: list) -> None:
+    assert token_ids(actual) == token_ids(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.outputs[0].text == b.outputs[0].text
+        assert a.outputs[0].finish_reason == b.outputs[0].finish_reason
+        if b.outputs[0].logprobs is not None:
+            assert_equal_logprobs(a.outputs[0].logprobs, b.outputs[0].logprobs)
+
+
+def test_a_grammar_survives_a_preemption_by_the_step_that_scheduled_it(
+    plain: Engine, short_of_blocks: Engine
+) -> None:
+    """Priorities take blocks from requests that this step has scheduled. Catches a grammar that
+    was advanced, or a mask that was laid out, for drafts that are not verified."""
+    echo = short_of_blocks
+    taken = preempted_in_the_step_that_scheduled_them(echo)
+    prompts, params = chats(plain), grammars_and_others()
+    expected = plain.generate(prompts, params)
+    priorities = range(len(prompts), 0, -1)
+    expect_same(echo.step_through(prompts, params, arrivals=1, priorities=priorities), expected)
+    assert any(int(name.split("-")[0]) % 2 for name in taken), "no grammar was preempted"
+    echo.record.require_tree_acceptance()
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_pause_changes_no_grammar(plain: Engine, echo: Engine, clear_cache: bool) -> None:
+    """JSON, seeded and logprobs streams stand still in the middle, and go on."""
+    prompts, params = chats(plain), grammars_and_others()
+    expected = plain.generate(prompts, params)
+    core = echo.llm.llm_engine.engine_core.engine_core
+    pauses = 0
+
+    def pause() -> None:
+        nonlocal pauses
+        core.pause_scheduler("keep", clear_cache)
+        assert not echo.llm.llm_engine.step()
+        core.resume_scheduler()
+        pauses += 1
+
+    echo.record.clear()
+    steps = iter(range(10**6))
+    expect_same(
+        echo.step_through(prompts, params, lambda: None if next(steps) % 5 else pause()), expected
+    )
+    assert pauses > 3
+    echo.record.require_tree_acceptance()
+
+
+def test_weights_that_are_loaded_again_accept_as_before(plain: Engine, echo: Engine) -> None:
+    """Catches a head that goes on with the embeddings or the output layer of before."""
+    prompts, params = chats(plain), [SamplingParams(temperature=0, max_tokens=32)] * 8
+    expected = plain.generate(prompts, params)
+    accepted = []
+    for reload in (False, True):
+        if reload:
+            echo.llm.collective_rpc("reload_weights")
+        assert echo.llm.reset_prefix_cache()
+        echo.record.clear()
+        expect_same(echo.generate(prompts, params), expected)
+        echo.record.require_tree_acceptance()
+        accepted.append(echo.record.accepted)
+    assert accepted[0] == accepted[1]
 
 
 def decisions(

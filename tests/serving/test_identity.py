@@ -155,6 +155,35 @@ def test_stop_tokens_and_max_tokens_cut_an_accepted_path(plain: Engine, echo: En
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_leaves_behind_what_plain_decoding_leaves(
+    plain: Engine, echo: Engine, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Its last token is not computed, all others are, and vLLM never cuts what a step accepted.
+    Catches a path that leads on behind an end: it counts as computed, and in the metrics."""
+    prompts = random_prompts(40)
+    endless = repeat(lambda i: seeded(i, temperature=temperature), 40)
+    free = plain.generate_in_batches(prompts, endless, 32)
+    params = repeat(lambda i: seeded(i, temperature=temperature), 40)
+    for index, (one, output) in enumerate(zip(params, free, strict=True)):
+        one.stop_token_ids = [output.outputs[0].token_ids[2 + index % 20]]
+    ends, update = [], echo.scheduler._update_request_with_output
+
+    def watched(request, new_token_ids, **options):
+        num_new = len(new_token_ids)
+        kept, stopped = update(request, new_token_ids, **options)
+        if stopped:
+            ends.append((num_new - len(kept), request.num_tokens - request.num_computed_tokens))
+        return kept, stopped
+
+    monkeypatch.setattr(echo.scheduler, "_update_request_with_output", watched)
+    echo.follow(truths_of(free), hit_rate=1.0)
+    echo.record.clear()
+    echo.generate_in_batches(prompts, params, 8)
+    echo.record.require_tree_acceptance()
+    assert ends == [(0, 1)] * 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
 def test_logprobs_follow_the_accepted_path(
     plain: Engine, echo: Engine, num_logprobs: int, temperature: float

@@ -177,20 +177,88 @@ def test_no_option_is_refused_and_none_ends_the_server(client: OpenAI, options: 
     assert ask(client, "Say hello.", max_tokens=8).choices[0].message.content
 
 
-def test_many_kinds_at_once(client: OpenAI) -> None:
-    kinds = [
-        {},
-        {"temperature": 1.0, "seed": 1},
-        {"temperature": 0.8, "extra_body": {"top_k": 20}},
-        {"logprobs": True, "top_logprobs": 1},
-        {"frequency_penalty": 0.5},
-        {"response_format": {"type": "json_object"}},
-    ]
-    alone = [ask(client, **kind).choices[0].message.content for kind in kinds[:2]]
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda i: ask(client, **kinds[i % len(kinds)]), range(24)))
-    assert all(answer.choices[0].message.content for answer in answers)
-    assert alone[0] and alone[1]
+def rounded(logprobs: list[float]):
+    """bfloat16: a batch of another shape rounds differently."""
+    return pytest.approx(logprobs, abs=0.25)
+
+
+STREAMED = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "seed": 5},
+    "stop": {"temperature": 0, "stop": [" the"]},
+}
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED)
+def test_a_completion_in_chunks_is_the_whole_one(client: OpenAI, options: dict) -> None:
+    """Ids, log-probabilities, offsets and usage, where a chunk holds several tokens."""
+    request = {"model": MODEL, "prompt": "The first ten numbers are one, two,", "max_tokens": 48}
+    request |= {"logprobs": 2, "extra_body": {"return_token_ids": True}, **options}
+    whole = client.completions.create(**request)
+    usage = {"include_usage": True}
+    chunks = list(client.completions.create(**request, stream=True, stream_options=usage))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    choice = whole.choices[0]
+    assert any(len(part.token_ids) > 1 for part in parts), "one token a chunk: nothing accepted"
+    assert "".join(part.text for part in parts) == choice.text
+    assert [token for part in parts for token in part.token_ids] == choice.token_ids
+    assert parts[-1].finish_reason == choice.finish_reason
+    assert chunks[-1].usage == whole.usage
+    together = {
+        name: [value for part in parts for value in getattr(part.logprobs, name)]
+        for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs")
+    }
+    assert together["tokens"] == choice.logprobs.tokens
+    assert together["text_offset"] == choice.logprobs.text_offset
+    assert together["token_logprobs"] == rounded(choice.logprobs.token_logprobs)
+    assert all(
+        t in top for t, top in zip(together["tokens"], together["top_logprobs"], strict=True)
+    )
+    assert len(choice.token_ids) == whole.usage.completion_tokens
+
+
+def test_a_chat_in_chunks_is_the_whole_one(client: OpenAI) -> None:
+    whole = ask(client, logprobs=True, top_logprobs=2)
+    options = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
+    chunks = list(ask(client, stream=True, **options))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    content = [token for part in parts if part.logprobs for token in part.logprobs.content]
+    assert any(part.logprobs and len(part.logprobs.content) > 1 for part in parts)
+    assert "".join(part.delta.content or "" for part in parts) == whole.choices[0].message.content
+    expected = whole.choices[0].logprobs.content
+    assert [token.token for token in content] == [token.token for token in expected]
+    assert [token.logprob for token in content] == rounded([token.logprob for token in expected])
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    assert parts[-1].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def score(client: OpenAI, max_tokens: int):
+    """What an evaluation harness asks: the log-probabilities of a given text."""
+    prompt = "Question: What is the capital of France?\nAnswer: The capital of France is Paris."
+    return client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_text_is_scored_beside_trees(server: str, client: OpenAI, max_tokens: int) -> None:
+    alone = score(client, max_tokens)
+    tokens = alone.choices[0].logprobs.tokens
+    before = metric(server, "vllm:spec_decode_num_accepted_tokens_total")
+    with ThreadPoolExecutor(6) as pool:
+        trees = [pool.submit(ask, client, f"Count to {n}.", max_tokens=100) for n in range(5, 9)]
+        scores = [pool.submit(score, client, max_tokens) for _ in range(4)]
+        assert all(tree.result().usage.completion_tokens > 1 for tree in trees)
+        beside = [one.result() for one in scores]
+    assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") > before
+    assert len(tokens) == alone.usage.prompt_tokens + max_tokens
+    for answer in (alone, *beside):
+        logprobs = answer.choices[0].logprobs
+        assert "".join(logprobs.tokens) == answer.choices[0].text
+        assert logprobs.tokens[: alone.usage.prompt_tokens] == tokens[: alone.usage.prompt_tokens]
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.token_logprobs[1:] == rounded(alone.choices[0].logprobs.token_logprobs[1:])
 
 
 def test_a_bad_request_is_refused_and_the_next_is_answered(client: OpenAI) -> None:

@@ -2,11 +2,11 @@
 """Stage *accept*: lossless acceptance.
 
 The whole rule: at each visited row take the target's own next token, exactly as plain
-decoding would; if a child of the row carries that token, step into it; otherwise that token
-is the step's last output. The output's law is that of plain decoding for any tree that was
-built from history and draft outputs alone (docs/algorithm.md has the argument), and one
-token is drawn per output token, so a request's random stream is consumed as in plain
-decoding.
+decoding would; if a child of the row carries that token and the request does not end with it,
+step into it; otherwise that token is the step's last output. The output's law is that of
+plain decoding for any tree that was built from history and draft outputs alone
+(docs/algorithm.md has the argument), and one token is drawn per output token, so a request's
+random stream is consumed as in plain decoding.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,15 @@ from vllm_echo.core.tree import AcceptedPaths, SuperTree
 
 SampleRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(requests [M] int64, rows [M] int64 into the super-tree) -> the target's next tokens [M]."""
+
+EndsWith = Callable[[int, int], bool]
+"""(request, token) -> whether the request's output ends with the token. Asked for the tokens that
+lead on along a path, in the path's order, and for none behind an end."""
+
+
+def never_ends(request: int, token: int) -> bool:
+    """``EndsWith`` of requests that nothing but their trees stops."""
+    return False
 
 
 def accept_given(
@@ -41,12 +50,34 @@ def accept_greedy(
     return AcceptedPaths(*ops.accept_greedy(logits, *trees, max_nodes))
 
 
-def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:
+def end_paths(paths: AcceptedPaths, ends_with: EndsWith) -> AcceptedPaths:
+    """Cut each path at the first token with which its request ends: the step's last output."""
+    kept = paths.num_accepted.tolist()
+    for request, tokens in enumerate(paths.tokens.tolist()):
+        for place, token in enumerate(tokens[: kept[request]]):
+            if ends_with(request, token):
+                kept[request] = place
+                break
+    num_accepted = paths.num_accepted.new_tensor(kept)
+    if torch.equal(num_accepted, paths.num_accepted):
+        return paths
+    beyond = torch.arange(paths.tokens.shape[1], device=num_accepted.device) > num_accepted[:, None]
+    return AcceptedPaths(
+        tokens=paths.tokens.masked_fill(beyond, -1),
+        rows=paths.rows.masked_fill(beyond[:, 1:], -1),
+        num_accepted=num_accepted,
+    )
+
+
+def walk_paths(
+    tree: SuperTree, sample: SampleRows, ends_with: EndsWith = never_ends
+) -> AcceptedPaths:
     """Walk level by level, asking ``sample`` for the tokens of visited rows only.
 
-    ``sample`` sees every request once at its root, then only the requests that still
-    walk: whatever depends on history can be updated between the calls. So it needs the host
-    between two levels, and is for requests whose tokens depend on their own path, on a CPU.
+    ``sample`` sees every request once at its root, then only the requests that still walk, and
+    ``ends_with`` is asked in between: whatever depends on history can be updated there. So it
+    needs the host between two levels, and is for requests whose tokens depend on their own path,
+    on a CPU. Behind a request's end nothing is sampled.
     """
     num_requests = tree.num_requests
     start = tree.cu_rows[:-1].long()
@@ -59,7 +90,10 @@ def walk_paths(tree: SuperTree, sample: SampleRows) -> AcceptedPaths:
         token_columns.append(_column(num_requests, walking, sampled))
         child = _child_rows(tree, walking, rows, sampled)
         stepped = child >= 0
-        walking, rows = walking[stepped], child[stepped]
+        walking, rows, led_by = walking[stepped], child[stepped], sampled[stepped]
+        steps = zip(walking.tolist(), led_by.tolist(), strict=True)
+        goes_on = [not ends_with(request, token) for request, token in steps]
+        walking, rows = walking[goes_on], rows[goes_on]
         if walking.numel():
             row_columns.append(
                 _column(num_requests, walking, (rows - start[walking]).to(torch.int32))

@@ -52,6 +52,7 @@ from vllm_echo.integration.cpu.planner import DraftPlan, Limits, plan_drafts
 from vllm_echo.integration.cpu.rows import as_rows, final_rows
 from vllm_echo.integration.cpu.slots import SlotPool
 from vllm_echo.integration.cpu.standing import standing_of
+from vllm_echo.integration.cpu.stops import PathOutputs
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
 from vllm_echo.integration.log import echo_logger
 from vllm_echo.integration.watch import DraftWatch
@@ -225,7 +226,9 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.rejection_sampler.begin_step(
             StepInputs(
                 tree=tree,
-                histories=self.input_batch.req_output_token_ids,
+                outputs=PathOutputs(
+                    [self.requests[req_id] for req_id in req_ids], self.max_model_len
+                ),
                 discarded=torch.from_numpy(self.discard_request_mask.np[: len(req_ids)]),
             )
         )

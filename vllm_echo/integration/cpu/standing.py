@@ -7,6 +7,7 @@ import numpy as np
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_echo.integration.cpu.planner import Standing
+from vllm_echo.integration.cpu.stops import has_ended
 
 
 def standing_of(
@@ -37,9 +38,7 @@ def _facts(state: CachedRequestState, max_model_len: int) -> tuple[int, ...]:
     assert params is not None, "pooling models are refused"
     num_output = len(output)
     left = max_model_len if params.max_tokens is None else params.max_tokens - num_output
-    # As vLLM's `check_stop` does after this step: a request may ignore the end of a sequence.
-    ends = (params.eos_token_id, *(params.stop_token_ids or ()))
-    if output and output[-1] in ends and num_output >= params.min_tokens:
+    if output and has_ended(state, max_model_len):
         left = 0
     return (
         state.num_prompt_tokens + num_output,

@@ -2,7 +2,6 @@
 """Acceptance with vLLM's own sampler: each visited row is sampled exactly as plain
 decoding would sample it, with the history that its own path gives it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +16,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_echo.core.accept import accept_greedy, walk_paths
+from vllm_echo.core.accept import accept_greedy, end_paths, walk_paths
 from vllm_echo.core.tree import AcceptedPaths, SuperTree
+from vllm_echo.integration.cpu.stops import PathOutputs
 
 
 @dataclass
@@ -26,8 +26,8 @@ class StepInputs:
     """What a step's acceptance needs beside logits; laid down by the runner."""
 
     tree: SuperTree
-    histories: Sequence[list[int]]
-    """Output tokens per request: the live lists that penalties and processors read."""
+    outputs: PathOutputs
+    """Of the batch's requests: what penalties and processors read, and where a request ends."""
     discarded: torch.Tensor
     """[R] bool, prefill goes on: the sample is thrown away and must draw no randomness."""
 
@@ -64,13 +64,14 @@ class TreeVerifier(torch.nn.Module):
         assert step is not None, "begin_step first"
         if _is_argmax_only(sampling_metadata):
             # Ties go to the lowest id here as in vLLM's sampler, and bf16 to fp32 keeps order.
-            self._paths = accept_greedy(step.tree, logits)
+            with step.outputs as outputs:
+                self._paths = end_paths(accept_greedy(step.tree, logits), outputs.ends_with)
             return SamplerOutput(sampled_token_ids=self.paths.tokens, logprobs_tensors=None)
         if step.tree.num_nodes == 0:
             return self._sample_roots(step, logits, sampling_metadata)
         walk = _SamplerWalk(self.sampler, sampling_metadata, step, logits)
-        with walk:
-            self._paths = walk_paths(step.tree, walk.sample)
+        with step.outputs as outputs:
+            self._paths = walk_paths(step.tree, walk.sample, outputs.ends_with)
         return SamplerOutput(self.paths.tokens, walk.logprobs(self.paths))
 
     def _sample_roots(
@@ -94,7 +95,6 @@ class _SamplerWalk:
     ):
         self._sampler = sampler
         self._metadata = metadata
-        self._step = step
         self._logits = logits
         self._root_rows = step.tree.cu_rows[:-1].long()
         # Processors keep state by batch row, and logprob_token_ids gives every row of a batch
@@ -103,16 +103,7 @@ class _SamplerWalk:
             metadata.logprob_token_ids
         )
         self._discarded = set(step.discarded.nonzero().flatten().tolist())
-        self._lengths = [len(history) for history in step.histories] if step.histories else []
         self._levels: list[tuple[torch.Tensor, LogprobsTensors | None]] = []
-
-    def __enter__(self) -> "_SamplerWalk":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The runner appends the accepted tokens itself once the step's books are made up.
-        for history, length in zip(self._step.histories, self._lengths, strict=True):
-            del history[length:]
 
     def sample(self, requests: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``vllm_echo.core.accept.SampleRows``: one draw for each request in ``requests``."""
@@ -128,16 +119,7 @@ class _SamplerWalk:
                 self._logits[rows], select_requests(self._metadata, requests.tolist())
             )
         self._levels.append((requests, output.logprobs_tensors))
-        tokens = output.sampled_token_ids.flatten()
-        self._extend_histories(requests.tolist(), tokens.tolist())
-        return tokens
-
-    def _extend_histories(self, requests: list[int], tokens: list[int]) -> None:
-        if not self._step.histories:
-            return
-        for request, token in zip(requests, tokens, strict=True):
-            if request not in self._discarded:
-                self._step.histories[request].append(token)
+        return output.sampled_token_ids.flatten()
 
     def _sample_in_batch(self, requests: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
         """Every row takes part; the rows of requests that have stopped are sampled from their
