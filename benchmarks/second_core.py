@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.client import Load, send
-from benchmarks.serving.datasets import Prompts, load_sets
+from benchmarks.serving.datasets import Prompts, load_lines, question_of
 from benchmarks.serving.errors import BenchmarkError
 from benchmarks.serving.fleet import Fleet, free_ports
 from benchmarks.serving.servers import MODEL_NAME, Server, Serving
@@ -66,8 +66,13 @@ DEFAULT_WAYS = [
 class ServingThisWay(Serving):
     arguments: tuple[str, ...] = ()
 
-    def command(self, port: int, speculative_config: Mapping[str, Any] | None) -> list[str]:
-        return [*super().command(port, speculative_config), *self.arguments]
+    def command(
+        self,
+        port: int,
+        speculative_config: Mapping[str, Any] | None,
+        options: Sequence[str] = (),
+    ) -> list[str]:
+        return super().command(port, speculative_config, (*options, *self.arguments))
 
 
 @contextmanager
@@ -147,7 +152,8 @@ def start(fleet: Fleet, options: argparse.Namespace, folder: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[tuple[int, str], list[dict[str, float]]]:
-    prompts = Prompts(load_sets(options.data))
+    lines = load_lines(options.data)
+    prompts = Prompts({name: [question_of(line) for line in lines[name]] for name in lines})
     results: dict[tuple[int, str], list[dict[str, float]]] = defaultdict(list)
     folder = Path(tempfile.mkdtemp(prefix="second-core-"))
     print(f"logs in {folder}", file=sys.stderr)
@@ -157,8 +163,9 @@ def run(options: argparse.Namespace) -> dict[tuple[int, str], list[dict[str, flo
             for concurrency in options.loads:
                 count = max(options.requests, 2 * concurrency) if round_ >= 0 else concurrency
                 tokens = options.tokens if round_ >= 0 else 8
-                questions = prompts.take(max(0, round_) * count, count)
-                load = Load(questions, concurrency, tokens, 0.0, max(0, round_) * count)
+                start_at = max(0, round_) * count
+                questions = prompts.starting_at(start_at)
+                load = Load(questions, count, concurrency, tokens, 0.0, start_at)
                 turns = list(fleet.servers)
                 for name in turns if round_ % 2 else reversed(turns):
                     result = measure(fleet.servers[name], load)
