@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.calibration.kit import CURVE
 from vllm_echo.integration import profile_store
@@ -22,8 +23,12 @@ def engine_config(**changes: Any) -> Any:
 
     return SimpleNamespace(
         model_config=model("target"),
-        speculative_config=SimpleNamespace(draft_model_config=model("draft")),
+        speculative_config=SimpleNamespace(
+            draft_model_config=model("draft"), enforce_eager=changes.get("draft_eager", False)
+        ),
         parallel_config=SimpleNamespace(world_size=changes.get("world_size", 1)),
+        compilation_config=SimpleNamespace(mode=changes.get("mode", 3)),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=changes.get("rows", 2048)),
     )
 
 
@@ -62,6 +67,9 @@ def test_a_place_that_cannot_be_used_is_no_reason_not_to_serve(tmp_path: Path) -
         {"target": {"enforce_eager": True}},
         {"draft": {"model": "other"}},
         {"draft": {"revision": "1"}},
+        {"draft_eager": True},
+        {"mode": 0},
+        {"rows": 256},
         {"world_size": 2},
     ],
 )
@@ -76,5 +84,44 @@ def test_another_machine_has_a_curve_of_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(profile_store, "_processor", lambda: "another")
     assert profile_path(engine_config()) != before
     monkeypatch.undo()
-    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert profile_path(engine_config()) != before
+
+
+def test_what_is_preloaded_has_a_curve_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Intel's OpenMP or an allocator steps take tens of per cent longer. Where a library
+    lies, and which comes first, changes nothing."""
+    paths = set()
+    for value in ("", "/a/libiomp5.so", "/a/libiomp5.so:/b/libtcmalloc.so.4"):
+        monkeypatch.setenv("LD_PRELOAD", value)
+        paths.add(profile_path(engine_config()))
+    assert len(paths) == 3
+    monkeypatch.setenv("LD_PRELOAD", "/c/libtcmalloc.so.4 /d/libiomp5.so")
+    assert profile_path(engine_config()) in paths
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_a_head_trained_again_in_its_place_has_a_curve_of_its_own(
+    tmp_path: Path, name: str
+) -> None:
+    """Catches a key of names only: the curve of the old head would be kept for the new one."""
+    (tmp_path / name).write_text("old")
+    changes = {"draft": {"model": str(tmp_path)}}
+    before = profile_path(engine_config(**changes))
+    assert profile_path(engine_config(**changes)) == before
+    (tmp_path / name).write_text("new weights")
+    assert profile_path(engine_config(**changes)) != before
+
+
+def test_files_of_a_hub_are_those_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a branch that has moved on under one name."""
+    config = tmp_path / "config.json"
+    found = {"target": None, "draft": str(config)}
+    monkeypatch.setattr(profile_store, "try_to_load_from_cache", lambda name, *_, **__: found[name])
+    paths = []
+    for size in (1, 2):
+        config.write_text(size * " ")
+        paths.append(profile_path(engine_config()))
+    assert paths[0] != paths[1]

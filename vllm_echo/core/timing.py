@@ -22,10 +22,25 @@ NOISY = 1.25
 """``spread`` of step times from which a machine counts as too busy to be measured."""
 
 
+def lower_quartile(times: Sequence[float]) -> float:
+    """What counts of times that others on the machine can only lengthen."""
+    return sorted(times)[len(times) // 4]
+
+
 def spread(times: Sequence[float]) -> float:
     """Upper over lower quartile: 1 on a machine that does nothing else."""
     ordered = sorted(times)
     return ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
+
+
+def waited_seconds() -> float:
+    """Seconds that the calling thread was ready to run and had no core, since it began; 0 where the
+    system does not say."""
+    try:
+        words = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    except OSError:
+        return 0.0
+    return int(words[1]) / 1e9
 
 
 class StageTimer:

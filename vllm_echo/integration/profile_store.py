@@ -4,9 +4,13 @@
 import json
 import os
 import platform
+import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
 
 from vllm_echo.cache import cache_dir, fingerprint
 from vllm_echo.core.cost import CostCurve
@@ -14,27 +18,55 @@ from vllm_echo.errors import EchoConfigError
 from vllm_echo.version import __version__
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
-_METHOD = 2
+_METHOD = 3
 """Counts up when `quick_profile` measures something else: earlier curves are not read then."""
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 
 
 def profile_path(vllm_config: "VllmConfig") -> Path:
-    """Where the curve of this pair of models on this machine is kept."""
+    """Where the curve of this pair of models on this machine is kept, under a name of everything
+    that changes speed. For a worker that has its threads."""
     target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     key = {
         "method": _METHOD,
-        "target": [target.model, target.revision, str(target.dtype), target.quantization],
-        "draft": [draft.model, draft.revision, str(draft.dtype), draft.quantization],
-        "eager": target.enforce_eager,
+        "target": _model_key(target),
+        "draft": _model_key(draft),
+        "eager": [target.enforce_eager, vllm_config.speculative_config.enforce_eager],
+        "compiled": str(vllm_config.compilation_config.mode),
+        "rows": vllm_config.scheduler_config.max_num_batched_tokens,
         "ranks": vllm_config.parallel_config.world_size,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "threads": torch.get_num_threads(),
+        "preloaded": _preloaded(),
         "processor": _processor(),
         "version": __version__,
     }
     return cache_dir() / "profiles" / f"{fingerprint(key)}.json"
+
+
+def _model_key(model: "ModelConfig") -> list[Any]:
+    return [model.model, model.revision, str(model.dtype), model.quantization, _files(model)]
+
+
+def _files(model: "ModelConfig") -> list[list[Any]]:
+    """Name, size and time of a model's files: one that was trained again in its place is another
+    model. A model of a hub is looked for among the files that are here already."""
+    folder = Path(model.model)
+    if not folder.is_dir():
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+        if not isinstance(found, str):
+            return []
+        folder = Path(found).parent
+    files = sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern))
+    stats = [(path.name, path.stat()) for path in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _preloaded() -> list[str]:
+    """Names of the libraries that stand before all others: OpenMP's, an allocator's."""
+    return sorted(Path(name).name for name in re.split("[: ]+", os.environ.get("LD_PRELOAD", "")))
 
 
 def load_profile(path: Path) -> CostCurve | None:
