@@ -16,7 +16,7 @@ PROFILE: dict[str, Any] = {
 _KIND: dict[str, Any] = {
     "curves": [[0.1, 0.9], [-0.2, 1.1]],
     "best_child": [0.7, 0.6, 0.55],
-    "supply": [[0.1, 4.0, 1.5, [0.8, 0.5]], [0.5, 1.0, 0.7, [0.0, 0.0]]],
+    "supply": [[0.1, 4.0, 1.5, [0.8, 0.5]], [0.5, 1.0, 0.7, [0.0, 0.0]], [0.6, 0.8, 0.6, []]],
 }
 CALIBRATION: dict[str, Any] = {"greedy": _KIND, "sampled": _KIND | {"best_child": [0.5]}}
 

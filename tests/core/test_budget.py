@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """K_max under load: what a step may spend, and when drafting does not pay at all."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,9 +13,14 @@ from hypothesis import strategies as st
 import vllm_echo.core.budget as budget_module
 from tests.core.kit import randoms
 from tests.core.machines import FREE, MACHINE, random_curve
+from tests.core.steps import UNLIMITED, Step, decide
 from vllm_echo.core.acceptance import AcceptanceModel, Calibration, SupplyPoint, uncalibrated
-from vllm_echo.core.budget import LEAST_GAIN, NOTHING, ElasticBudget, Offer
+from vllm_echo.core.budget import LEAST_GAIN, NOTHING, ElasticBudget
+from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import CostCurve, Line, StepLoad
+from vllm_echo.core.policies import make_policy
+from vllm_echo.core.shape import TreeShape
+from vllm_echo.reference.draft import Limits
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
 NO_CAP = 1 << 20
@@ -24,8 +30,18 @@ HINGE = CostCurve(((1, 20.0), (32, 20.0), (512, 260.0)), **DRAFTING)
 LOADS = [StepLoad(n, prefill, 100 * n) for n in (1, 3, 8, 40, 200) for prefill in (0, 40, 700)]
 
 
-def budget_of(curve: CostCurve, calibration: Calibration | None = None) -> ElasticBudget:
-    return ElasticBudget(curve, calibration or uncalibrated(), NO_CAP)
+LARGE = TreeShape(max_depth=8, top_k=9, frontier_widths=(1,) * 7)
+"""Trees that hold whatever a head offers; one node of a layer is expanded."""
+
+
+def budget_of(
+    curve: CostCurve,
+    calibration: Calibration | None = None,
+    most: int = NO_CAP,
+    shape: TreeShape = LARGE,
+    nodes_per_request: int = NO_CAP,
+) -> ElasticBudget:
+    return ElasticBudget(curve, calibration or uncalibrated(), shape, nodes_per_request, most)
 
 
 def head_that_offers(*points: SupplyPoint, best_child: float = 0.5) -> Calibration:
@@ -33,44 +49,96 @@ def head_that_offers(*points: SupplyPoint, best_child: float = 0.5) -> Calibrati
     return Calibration(model, model)
 
 
-def obvious_offer(curve: CostCurve, points: list[SupplyPoint], load: StepLoad, most: int) -> Offer:
-    """Every point of the supply is tried; the one with the least time per token wins."""
-    requests = load.num_requests
-    plain = curve.plain_ms(load)
-    best, offer = plain / requests / LEAST_GAIN, NOTHING
-    for point in points:
-        wanted = requests * point.nodes
-        nodes = min(wanted, most)
-        if nodes < 0.5:
-            continue
-        drafting = curve.roots(requests) + curve.catch_up(requests) + curve.control.fixed
-        for chance in point.layers:
-            nobody = (1 - chance) ** requests
-            drafting += curve.layer.fixed * (1 - nobody) + curve.layer.each * requests * chance
-        time = plain + drafting + curve.nodes_ms(load, nodes)
-        tokens = requests + requests * point.accepted * nodes / wanted
-        if time / tokens < best:
-            best = time / tokens
-            offer = Offer(max(1, round(nodes)), point.price, best, plain + drafting, point.depth)
-    return offer
+def simulated_ms(
+    curve: CostCurve, load: StepLoad, point: SupplyPoint, nodes: float, shape: TreeShape
+) -> float:
+    """The mean time of a step, by going through every way in which it can turn out: who takes part
+    in which layer, each request on its own."""
+    requests, total = load.num_requests, 0.0
+    layers = [list(itertools.product((False, True), repeat=requests)) for _ in point.layers]
+    for turns in itertools.product(*layers):
+        chance, ms = 1.0, curve.catch_up(requests) + curve.roots(requests) + curve.control.fixed
+        for takes_part, share, width in zip(
+            turns, point.layers, shape.frontier_widths, strict=False
+        ):
+            for does in takes_part:
+                chance *= share if does else 1 - share
+            expanded = sum(takes_part) * width
+            ms += curve.layer(expanded) if expanded else 0.0
+        total += chance * ms
+    rows = load.num_rows
+    each = curve.control.each + curve.node_context_us / 1000 * load.num_context_tokens / requests
+    added = curve.step_ms(rows + nodes) - curve.step_ms(rows) + each * nodes
+    context = curve.context_us / 1000 * load.num_context_tokens
+    return total + max(0.0, added) + curve.step_ms(requests) + context
 
 
-@many
-@given(randoms, st.sampled_from([0, 1, 7, 40, NO_CAP]))
-def test_the_offer_is_the_fastest_of_all(source: random.Random, most: int) -> None:
-    """Catches milliseconds and tokens that are counted twice, or for one request only."""
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(randoms, st.sampled_from([1, 3, NO_CAP]))
+def test_the_offer_is_the_fastest_of_all_that_can_be_drawn(
+    source: random.Random, most: int
+) -> None:
+    """Small cases, each simulated step by step. Catches layers that are charged for one request or
+    one node only, milliseconds and tokens that count twice, and supply that no tree can hold."""
     curve = random_curve(source)
-    requests = source.randint(1, 256)
+    requests, depth, cap = source.randint(1, 3), source.randint(1, 3), source.choice([2, 9])
+    shape = TreeShape(depth, 3, tuple(source.randint(1, 3) for _ in range(depth - 1)))
     # Rounded loads, so that the answer is that of the load itself.
-    load = StepLoad(requests, 32 * source.randint(0, 9), 128 * requests * source.randint(0, 9))
-    expected = obvious_offer(curve, list(uncalibrated().greedy.supply), load, most)
+    load = StepLoad(requests, 32 * source.randint(0, 3), 128 * requests * source.randint(0, 9))
+    points = [
+        SupplyPoint(price, d * source.uniform(0.2, 2), d * source.random() / 2, (0.9, 0.5)[: d - 1])
+        for price in (0.1, 0.5)
+        for d in (1, 2, 3)
+    ]
+    plain = simulated_ms(curve, load, SupplyPoint(0, 0, 0, ()), 0, shape)
+    plain -= curve.catch_up(requests) + curve.roots(requests) + curve.control.fixed
+    expected: list[tuple[float, SupplyPoint | None]] = [(plain / requests / LEAST_GAIN, None)]
+    for point in points:
+        nodes = min(most, requests * min(cap, point.nodes, shape.num_candidates))
+        if point.depth <= depth and nodes >= 0.5:
+            tokens = requests + point.accepted * nodes / point.nodes
+            expected.append((simulated_ms(curve, load, point, nodes, shape) / tokens, point))
+    ms_per_token, best = min(expected, key=lambda found: found[0])
 
-    offer = ElasticBudget(curve, uncalibrated(), most).offer(load)
+    offer = budget_of(curve, head_that_offers(*points), most, shape, cap).offer(load)
 
-    assert offer.num_nodes == expected.num_nodes <= most
-    assert offer.depth == expected.depth
-    for name in ("price", "ms_per_token", "plain_ms"):
-        assert getattr(offer, name) == pytest.approx(getattr(expected, name), abs=1e-9)
+    assert (offer == NOTHING) == (best is None)
+    if best is not None:
+        assert offer.ms_per_token == pytest.approx(ms_per_token)
+        assert (offer.price, offer.depth) == (best.price, best.depth)
+        assert 0 < offer.num_nodes <= min(most, requests * cap)
+
+
+@pytest.mark.parametrize("policy", ["static", "chain"])
+def test_a_layer_costs_what_drafting_expands(policy: str) -> None:
+    """Everybody goes all the way: the price of that is what was drafted, counted. Catches one node
+    a layer, where trees of three are expanded."""
+    config = EchoConfig(policy=policy, k_max=NO_CAP, gates=())
+    step = Step(config, (Limits(8),) * 5, 0, "plain", UNLIMITED)
+    growth = decide(step).growth
+    layers = config.target_depth - 1
+    assert growth.num_forwards == layers
+    assert growth.num_expanded == 5 * layers or policy == "static"
+    curve = replace(MACHINE, layer=Line(0.3, 0.02))
+    shape = make_policy(config).shape
+    everybody = SupplyPoint(0.1, 4.0, 2.0, (1.0,) * layers)
+    start = curve.roots(5) + curve.catch_up(5) + curve.control.fixed
+    expected = start + 0.3 * growth.num_forwards + 0.02 * growth.num_expanded
+    found = budget_of(curve, shape=shape).drafting_ms(StepLoad(5), everybody)
+    assert found == pytest.approx(expected)
+
+
+def test_an_offer_is_no_deeper_and_no_larger_than_the_trees() -> None:
+    """Catches K_max and a price that rest on tokens which cannot come."""
+    shallow = TreeShape(1, 3, ())
+    assert budget_of(FREE).offer(StepLoad(4)).depth > 1
+    offer = budget_of(FREE, shape=shallow).offer(StepLoad(4))
+    assert offer.depth == 1
+    assert 0 < offer.num_nodes <= 4 * 3
+    assert budget_of(FREE, nodes_per_request=2).offer(StepLoad(4)).num_nodes == 8
+    chain = TreeShape(2, 1, (1,))
+    greedy = SupplyPoint(0.1, 6.0, 3.0, (0.9,))
+    assert budget_of(FREE, head_that_offers(greedy), shape=chain).offer(StepLoad(1)).num_nodes == 2
 
 
 @many
@@ -183,7 +251,7 @@ AT_THE_KNEE = CostCurve(((1, 20.0), (32, 20.0), (64, 1000.0)), *[Line(0.0, 0.0)]
 def test_a_budget_that_ends_at_the_knee_has_a_price_below_1() -> None:
     """24 nodes are free, the 25th costs more than a token does: those 24 have a price of less than
     a sure token, or goodput would go no deeper than layer 1 for them."""
-    offer = ElasticBudget(AT_THE_KNEE, uncalibrated(), 24).offer(StepLoad(8))
+    offer = budget_of(AT_THE_KNEE, most=24).offer(StepLoad(8))
     assert offer.num_nodes == 24
     assert offer.price <= 1
 
@@ -220,8 +288,8 @@ def test_dear_layers_make_offers_shallow() -> None:
 
 
 def test_a_free_machine_offers_no_more_than_k_max() -> None:
-    assert ElasticBudget(FREE, uncalibrated(), 5).offer(StepLoad(7)).num_nodes == 5
-    assert ElasticBudget(FREE, uncalibrated(), 0).offer(StepLoad(7)) == NOTHING
+    assert budget_of(FREE, most=5).offer(StepLoad(7)).num_nodes == 5
+    assert budget_of(FREE, most=0).offer(StepLoad(7)) == NOTHING
 
 
 @pytest.mark.parametrize("requests", [1, 2, 8, 64, 256])

@@ -53,7 +53,11 @@ def test_what_a_context_costs_may_be_left_out() -> None:
 
 
 def test_a_calibration_is_read_into_two_models() -> None:
-    supply = (SupplyPoint(0.1, 4.0, 1.5, (0.8, 0.5)), SupplyPoint(0.5, 1.0, 0.7, (0.0, 0.0)))
+    supply = (
+        SupplyPoint(0.1, 4.0, 1.5, (0.8, 0.5)),
+        SupplyPoint(0.5, 1.0, 0.7, (0.0, 0.0)),
+        SupplyPoint(0.6, 0.8, 0.6, ()),
+    )
     greedy = AcceptanceModel(((0.1, 0.9), (-0.2, 1.1)), (0.7, 0.6, 0.55), supply)
     sampled = AcceptanceModel(((0.1, 0.9), (-0.2, 1.1)), (0.5,), supply)
     calibration = read(calibration=CALIBRATION).calibration

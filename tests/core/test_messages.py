@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.measured import CALIBRATION
 from vllm_echo.core.config import POLICIES, EchoConfig, parse_speculative_config
 from vllm_echo.errors import EchoConfigError
 
@@ -94,6 +95,19 @@ def test_top_level(top: dict[str, Any], expected: tuple[str, ...]) -> None:
 def test_options(options: dict[str, Any], expected: tuple[str, ...]) -> None:
     message = refused(BASE | {"echo": options})
     assert all(part in message for part in expected), message
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"), [("goodput", "echo.max_depth is 2"), ("chain", "echo.target_depth is 2")]
+)
+def test_a_calibration_of_deeper_trees_only_is_refused(policy: str, named: str) -> None:
+    """Nothing would ever be drafted, and nobody would hear why."""
+    supply = [[0.1, 4.0, 1.5, [0.8, 0.5]]]
+    kind = CALIBRATION["greedy"] | {"supply": supply}
+    options = {"policy": policy, "max_depth": 2, "calibration": {"greedy": kind, "sampled": kind}}
+    message = refused(BASE | {"echo": options})
+    assert "echo.calibration.greedy.supply: knows trees of depth 3 and more" in message
+    assert named in message and "calibrate again" in message
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_without_width_a_closed_gate_leaves_its_nodes_unspent() -> None:
 def test_every_policy_takes_its_budget_from_the_load_when_asked(policy: str) -> None:
     """`"k_max": "auto"`; catches a policy that spends a constant where the load decides."""
     auto = make_policy(EchoConfig(policy=policy, k_max="auto", profile=MACHINE))
-    elastic = ElasticBudget(MACHINE, uncalibrated(), UNLIMITED)
+    elastic = ElasticBudget(MACHINE, uncalibrated(), auto.shape, 8, UNLIMITED)
     offers = [auto.offer(StepLoad(requests)) for requests in (2, 8, 256)]
     assert offers == [elastic.offer(StepLoad(requests)) for requests in (2, 8, 256)]
     assert offers[0].num_nodes > 0 == offers[-1].num_nodes
@@ -213,7 +213,8 @@ def test_goodput_may_spend_all_that_its_requests_can_have_once_anything_pays() -
     """It looks at the candidates themselves; the curve's offer knows their average only, and says
     whether to draft at all. A number in the configuration is a cap beside it."""
     options = {"policy": "goodput", "num_speculative_tokens": 6, "profile": MACHINE}
-    elastic = ElasticBudget(MACHINE, uncalibrated(), UNLIMITED)
+    shape = make_policy(EchoConfig(**options)).shape
+    elastic = ElasticBudget(MACHINE, uncalibrated(), shape, 6, UNLIMITED)
     for k_max, nodes in (("auto", [6, 12, 48, 0]), (10, [6, 10, 10, 0]), (0, [0] * 4)):
         policy = make_policy(EchoConfig(k_max=k_max, **options))
         offers = [policy.offer(StepLoad(requests)) for requests in (1, 2, 8, 256)]

@@ -2,7 +2,7 @@
 """`vllm-echo profile`: measure the cost curve, write it into echo.json, say where its knee is."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from vllm_echo.core.acceptance import uncalibrated
 from vllm_echo.core.budget import ElasticBudget
 from vllm_echo.core.config import AUTO, EchoConfig
 from vllm_echo.core.cost import CostCurve, StepLoad
+from vllm_echo.core.policies import MANY_NODES, make_policy
 from vllm_echo.core.timing import NOISY
 
 
@@ -101,7 +102,8 @@ def _measure(options: ProfileOptions, content: dict[str, Any], config: EchoConfi
 def describe(curve: CostCurve, config: EchoConfig, max_requests: int) -> str:
     """The curve and the budgets that follow, as a Markdown table."""
     calibration = config.calibration or uncalibrated()
-    budget = ElasticBudget(curve, calibration, 1 << 20)
+    shape = make_policy(replace(config, profile=curve)).shape
+    budget = ElasticBudget(curve, calibration, shape, config.num_speculative_tokens, MANY_NODES)
     lines = ["| requests | plain step, ms | one more node, ms | K_max | break-even acceptance |"]
     lines.append("|---|---|---|---|---|")
     for requests, _ in curve.step:

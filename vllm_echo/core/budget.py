@@ -21,6 +21,7 @@ import torch
 from vllm_echo.core.acceptance import Calibration, SupplyPoint
 from vllm_echo.core.config import MAX_NODES_PER_REQUEST
 from vllm_echo.core.cost import CostCurve, StepLoad
+from vllm_echo.core.shape import TreeShape
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ LEAST_GAIN = 1.01
 """How much faster than plain decoding an offer must promise to be: where it is next to nothing,
 plain decoding is sure, and a curve and a calibration err."""
 
+
 _CONTEXT_STEP = 64
 _PREFILL_STEP = 32
 _SHARES = 4
@@ -53,11 +55,25 @@ _MOST_OFFERS = 4096
 
 
 class ElasticBudget:
-    """K_max as a function of load. Answers are kept: loads come again."""
+    """K_max as a function of load. Answers are kept: loads come again.
 
-    def __init__(self, curve: CostCurve, calibration: Calibration, max_nodes: int):
+    No more than ``max_nodes`` nodes are offered to a step, nor more than ``nodes_per_request`` to a
+    request, and only what trees of ``shape`` can hold. A head's supply is that of the top_k that it
+    was calibrated with.
+    """
+
+    def __init__(
+        self,
+        curve: CostCurve,
+        calibration: Calibration,
+        shape: TreeShape,
+        nodes_per_request: int,
+        max_nodes: int,
+    ):
         self.curve = curve
         self._calibration = calibration
+        self._shape = shape
+        self._most_each = min(nodes_per_request, shape.num_candidates)
         self._max_nodes = max_nodes
         self._offers: dict[tuple[int, int, int, int], Offer] = {}
         self._step_ms = torch.tensor(
@@ -86,9 +102,11 @@ class ElasticBudget:
         best = self.curve.plain_ms(load) / load.num_requests / LEAST_GAIN
         offer = NOTHING
         for point in self._supply(share_sampled):
-            nodes = min(float(self._max_nodes), load.num_requests * point.nodes)
+            each = min(point.nodes, self._most_each)
+            nodes = min(float(self._max_nodes), load.num_requests * each)
             if nodes < 0.5:
                 continue
+            # The best come first: a share of the nodes holds at least that share of the tokens.
             accepted = point.accepted * nodes / point.nodes
             before = self.curve.plain_ms(load) + self.drafting_ms(load, point)
             time = before + self.curve.nodes_ms(load, nodes)
@@ -103,7 +121,8 @@ class ElasticBudget:
         requests = load.num_requests
         curve = self.curve
         layers = sum(1 - (1 - chance) ** requests for chance in point.layers)
-        nodes = requests * sum(point.layers)
+        widths = zip(point.layers, self._shape.frontier_widths, strict=False)
+        nodes = requests * sum(chance * width for chance, width in widths)
         time = curve.roots(requests) + curve.catch_up(requests) + curve.control.fixed
         return time + curve.layer.fixed * layers + curve.layer.each * nodes
 
@@ -119,8 +138,10 @@ class ElasticBudget:
         return (added + own).clamp_(min=0)
 
     def _supply(self, share_sampled: float) -> list[SupplyPoint]:
-        greedy = {(p.price, p.depth): p for p in self._calibration.greedy.supply}
-        sampled = {(p.price, p.depth): p for p in self._calibration.sampled.supply}
+        greedy, sampled = (
+            {(p.price, p.depth): p for p in model.supply if p.depth <= self._shape.max_depth}
+            for model in self._calibration.models()
+        )
         if share_sampled == 0 or greedy.keys() != sampled.keys():
             return list((greedy if share_sampled < 0.5 else sampled).values())
         return [_mix(greedy[key], sampled[key], share_sampled) for key in greedy]

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_echo.core.acceptance import Calibration
+from vllm_echo.core.acceptance import KINDS, Calibration
 from vllm_echo.core.checks import (
     check_int,
     check_probability,
@@ -153,6 +153,7 @@ class EchoConfig:
         check_type("echo.width", self.width, bool, "true or false")
         self._check_depths()
         self._check_gates()
+        self._check_calibration()
 
     @property
     def needs_profile(self) -> bool:
@@ -173,6 +174,19 @@ class EchoConfig:
                 f"{self.max_depth}; raise echo.max_depth to {self.target_depth}, or lower "
                 f"echo.target_depth to {self.max_depth}"
             )
+
+    def _check_calibration(self) -> None:
+        """A budget is computed from what the head offers in trees that can be drawn."""
+        if self.calibration is None or not self.needs_profile:
+            return
+        name = "target_depth" if self.policy in ("static", "chain") else "max_depth"
+        for kind, model in zip(KINDS, self.calibration.models(), strict=True):
+            least = min(point.depth for point in model.supply)
+            if least > getattr(self, name):
+                raise EchoConfigError(
+                    f"echo.calibration.{kind}.supply: knows trees of depth {least} and more, and "
+                    f"echo.{name} is {getattr(self, name)}; calibrate again with these options"
+                )
 
     def _check_gates(self) -> None:
         index_at: dict[int, int] = {}

@@ -130,7 +130,7 @@ def make_policy(config: EchoConfig) -> Policy:
     max_depth = config.target_depth if fixed else config.max_depth
     top_k = 1 if config.policy == "chain" else config.top_k
     shape = TreeShape.within(max_depth, top_k, config.num_speculative_tokens)
-    budget = _budget(config)
+    budget = _budget(config, shape)
     if config.policy == "goodput":
         return Policy(config, shape, Rule.PRICE, budget)
     if config.policy == "ddd":
@@ -140,18 +140,19 @@ def make_policy(config: EchoConfig) -> Policy:
     return Policy(config, shape, Rule.GATES, budget, _gates(config).by_depth(max_depth))
 
 
-def _budget(config: EchoConfig) -> Offer | ElasticBudget:
+def _budget(config: EchoConfig, shape: TreeShape) -> Offer | ElasticBudget:
     if not config.needs_profile:
         assert isinstance(config.k_max, int)
         return Offer(config.k_max)
-    return _elastic_budget(config) or NOTHING
+    return _elastic_budget(config, shape) or NOTHING
 
 
-def _elastic_budget(config: EchoConfig) -> ElasticBudget | None:
+def _elastic_budget(config: EchoConfig, shape: TreeShape) -> ElasticBudget | None:
     if config.profile is None or not config.needs_profile:
         return None
     most = config.k_max if isinstance(config.k_max, int) else MANY_NODES
-    return ElasticBudget(config.profile, config.calibration or uncalibrated(), most)
+    calibration = config.calibration or uncalibrated()
+    return ElasticBudget(config.profile, calibration, shape, config.num_speculative_tokens, most)
 
 
 MANY_NODES = 1 << 20

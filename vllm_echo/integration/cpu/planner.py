@@ -16,7 +16,8 @@ from vllm_echo.core.budget import NOTHING, Offer
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.draft import DraftBatch
-from vllm_echo.core.policies import Policy, TreeShape
+from vllm_echo.core.policies import Policy
+from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.stats import Undrafted
 
 _DRAFTED = -1
