@@ -367,6 +367,23 @@ def test_answers_are_kept_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -
     budget = budget_of(MACHINE)
     loads = [StepLoad(n, 0, 100 * n) for n in range(1, 9)]
     first = [budget.offer(load) for load in loads]
-    assert len(budget._offers) <= 3
+    assert len(budget._answer.offers) <= 3
     assert [budget.offer(load) for load in loads] == first
     assert budget.offer(loads[-1]) is budget.offer(loads[-1])
+
+
+def test_a_curve_that_comes_back_is_still_known() -> None:
+    """Loads take turns, and each decides by a curve of its own. Catches answers of one curve that
+    are given for another, and curves that are kept without end."""
+    budget = budget_of(FREE)
+    load = StepLoad(4, 0, 400)
+    free, added = budget.offer(load), budget.added_ms(load, 8).tolist()
+    budget.follow(QUADRATIC)
+    assert budget.offer(load) == budget_of(QUADRATIC).offer(load) != free
+    assert budget.added_ms(load, 8).tolist() != added
+    budget.follow(FREE)
+    assert budget.offer(load) is free
+    assert budget.added_ms(load, 8).tolist() == added
+    for ms in range(1, 200):
+        budget.follow(replace(FREE, step=((1, float(ms)),)))
+    assert len(budget._answers) <= budget_module._MOST_CURVES

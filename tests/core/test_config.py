@@ -36,6 +36,7 @@ def test_everything_but_the_model_has_a_default() -> None:
         threshold=0.3,
         transfer=True,
         width=True,
+        watch_costs=True,
         profile=None,
         calibration=None,
     )

@@ -84,6 +84,7 @@ def test_top_level(top: dict[str, Any], expected: tuple[str, ...]) -> None:
         ({"transfer": 0}, ("echo.transfer: 0 is a number", "true or false")),
         ({"transfer": "false"}, ('echo.transfer: "false" is a text', "true or false")),
         ({"width": 1}, ("echo.width: 1 is a number", "true or false")),
+        ({"watch_costs": "no"}, ('echo.watch_costs: "no" is a text', "true or false")),
         ({"widht": True}, ("echo.widht: unknown key (did you mean 'width'?)",)),
         ({"gates": {}}, ("echo.gates: {} is an object", "a list")),
         ({"gates": [3]}, ("echo.gates[0]: 3 is a number", "an object")),

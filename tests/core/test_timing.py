@@ -35,7 +35,18 @@ def test_a_file_that_cannot_be_written_is_told_once_and_ends_no_step(tmp_path: P
         run_steps(timer, 3 * WRITE_EVERY)
     (line,) = lines
     assert STAGE_TIMES_ENV in line and str(path) in line
-    assert not timer.enabled
+
+
+def test_a_step_is_told_when_it_ends_and_begins_anew() -> None:
+    """Times of one step that are found in the next one would make every step slow."""
+    timer = StageTimer(None)
+    with timer.stage("draft"):
+        timer.count("nodes", 2)
+    first, second = timer.end_step(), timer.end_step()
+    assert first["seconds"]["draft"] > 0
+    assert first["counts"] == {"nodes": 2}
+    assert second["seconds"] == second["counts"] == {}
+    assert 0 < second["period"] < 1
 
 
 def test_spread_is_that_of_the_quartiles() -> None:

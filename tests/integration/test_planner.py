@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import CostCurve, Line, StepLoad
-from vllm_echo.core.policies import Policy, make_policy
+from vllm_echo.core.pipeline import EchoPipeline
 from vllm_echo.core.stats import Undrafted
 from vllm_echo.integration.cpu.planner import Limits, Standing, plan_drafts
 
@@ -32,9 +33,10 @@ def standing(*requests: dict[str, Any], num_absent: int = 0) -> Standing:
     return Standing(**columns, num_absent=num_absent)
 
 
-def policy_of(num_nodes: int = 8, **options: Any) -> Policy:
+def pipeline_of(num_nodes: int = 8, **options: Any) -> EchoPipeline:
     options = {"policy": "echo", "k_max": 1000} | options
-    return make_policy(EchoConfig(num_speculative_tokens=num_nodes, **options))
+    config = EchoConfig(num_speculative_tokens=num_nodes, **options)
+    return EchoPipeline(config, 1, torch.device("cpu"))
 
 
 def reasons_of(counts: list[int]) -> dict[Undrafted, int]:
@@ -57,13 +59,13 @@ def test_whoever_is_left_out_is_counted_by_the_reason(
     request_: dict[str, Any], reason: Undrafted
 ) -> None:
     limits = Limits(8, 128, head_context=100, max_requests=16)
-    plan = plan_drafts(standing(request_, {}), limits, policy_of())
+    plan = plan_drafts(standing(request_, {}), limits, pipeline_of())
     assert plan.requests.tolist() == [1]
     assert reasons_of(plan.undrafted) == {reason: 1}
 
 
 def test_whoever_has_ended_is_no_load_and_not_counted() -> None:
-    plan = plan_drafts(standing({"output_left": 0}, {}), LIMITS, policy_of())
+    plan = plan_drafts(standing({"output_left": 0}, {}), LIMITS, pipeline_of())
     assert plan.load == StepLoad(1, 0, 50)
     assert reasons_of(plan.undrafted) == {}
 
@@ -84,7 +86,7 @@ def test_no_budget_for_anybody_has_a_reason(options: dict[str, Any], reason: Und
         nothing = Line(0.0, 0.0)
         curve = CostCurve(step, roots=nothing, layer=nothing, catch_up=nothing, control=nothing)
         options = options | {"profile": curve}
-    plan = plan_drafts(standing({}, {"output_left": 1}), LIMITS, policy_of(**options))
+    plan = plan_drafts(standing({}, {"output_left": 1}), LIMITS, pipeline_of(**options))
     assert plan.requests.tolist() == []
     assert reasons_of(plan.undrafted) == {reason: 1, Undrafted.LAST_TOKEN: 1}
 
@@ -94,7 +96,7 @@ def test_prompt_rows_of_a_resumed_request_are_those_that_are_left() -> None:
     prompt's length alone, which are then less than none."""
     resumed = {"prefilling": True, "roots": 399, "num_tokens": 600, "num_output": 500}
     new = {"prefilling": True, "roots": 29, "num_tokens": 50, "num_output": 0}
-    plan = plan_drafts(standing(resumed, new, {"roots": 70}), LIMITS, policy_of())
+    plan = plan_drafts(standing(resumed, new, {"roots": 70}), LIMITS, pipeline_of())
     assert plan.load == StepLoad(1, 200 + 20, 70)
 
 
@@ -104,7 +106,7 @@ def test_drafting_goes_on_as_long_as_a_node_fits(num_nodes: int) -> None:
     drafted, which left a request of a short context without drafts for good."""
     limits = Limits(num_nodes, 128, head_context=128, max_requests=16)
     plan = plan_drafts(
-        standing(*({"roots": root} for root in range(128))), limits, policy_of(num_nodes)
+        standing(*({"roots": root} for root in range(128))), limits, pipeline_of(num_nodes)
     )
     # The next root is at root + 1, its node behind it, and the token after that ends the request.
     assert plan.requests.tolist() == list(range(125))
@@ -113,11 +115,11 @@ def test_drafting_goes_on_as_long_as_a_node_fits(num_nodes: int) -> None:
 
 @pytest.mark.parametrize("num_nodes", [8, 64, 255])
 def test_a_layer_is_drafted_where_its_parents_have_slots_and_positions(num_nodes: int) -> None:
-    policy = policy_of(num_nodes, max_depth=6, top_k=3)
-    widths = policy.shape.frontier_widths
+    pipeline = pipeline_of(num_nodes, max_depth=6, top_k=3)
+    widths = pipeline.policy.shape.frontier_widths
     limits = Limits(num_nodes, 128, head_context=100, max_requests=16)
     plan = plan_drafts(
-        standing(*({"roots": root} for root in range(100))), limits, policy_of(num_nodes)
+        standing(*({"roots": root} for root in range(100))), limits, pipeline_of(num_nodes)
     )
     for root, depth in enumerate(plan.batch.max_depths.tolist()):
         assert root + depth - 1 < 100, "a position beyond the head's"
@@ -130,11 +132,11 @@ def test_a_layer_is_drafted_where_its_parents_have_slots_and_positions(num_nodes
 
 def test_draft_slots_end_with_the_context() -> None:
     """Twelve nodes of three layers would be expanded, and one, two, three of them have a slot."""
-    shape = policy_of(64, max_depth=4, top_k=4)
+    pipeline = pipeline_of(64, max_depth=4, top_k=4)
     roots = [128 - 1 - 12, 128 - 12, 128 - 1 - 4, 128 - 4]
     limits = Limits(64, 128, head_context=128, max_requests=16)
-    plan = plan_drafts(standing(*({"roots": root} for root in roots)), limits, shape)
-    assert shape.shape.frontier_widths == (4, 4, 4)
+    plan = plan_drafts(standing(*({"roots": root} for root in roots)), limits, pipeline)
+    assert pipeline.policy.shape.frontier_widths == (4, 4, 4)
     assert plan.batch.max_depths.tolist() == [4, 3, 2, 1]
     assert plan.batch.can_expand.tolist() == [True, True, True, False]
 
@@ -159,12 +161,12 @@ def test_a_budget_leaves_every_request_its_row(
     requests = [{} for _ in range(running)]
     if prompt_rows:
         requests.append({"prefilling": True, "num_tokens": 51 + prompt_rows, "num_output": 0})
-    plan = plan_drafts(standing(*requests, num_absent=absent), limits, policy_of())
+    plan = plan_drafts(standing(*requests, num_absent=absent), limits, pipeline_of())
     assert plan.offer.num_nodes == offered
 
 
 def test_no_row_left_is_a_reason() -> None:
     limits = Limits(8, 4096, head_context=4096, max_requests=16, max_rows=16)
-    plan = plan_drafts(standing(*({} for _ in range(16))), limits, policy_of())
+    plan = plan_drafts(standing(*({} for _ in range(16))), limits, pipeline_of())
     assert plan.offer.num_nodes == 0
     assert reasons_of(plan.undrafted) == {Undrafted.NO_ROWS: 16}

@@ -10,8 +10,8 @@ milliseconds that it adds over the milliseconds that a token costs. As load grow
 costs more and a token less, so the price rises, and K_max falls, to 0 where nothing pays.
 
 The paper gives a constant K_max for a machine; the elastic one follows from its own cost
-model once a step's own rows count. Depends on load and configuration only, never on a clock
-at run time: equal input gives an equal budget.
+model once a step's own rows count. Depends on load, configuration and curve only, never on a
+clock: equal input gives an equal budget. Which curve holds is `watch`'s business.
 """
 
 from dataclasses import dataclass
@@ -52,6 +52,16 @@ _PREFILL_STEP = 32
 _SHARES = 4
 _FIRST_TABLE = 512
 _MOST_OFFERS = 4096
+_MOST_CURVES = 64
+
+
+@dataclass
+class _Answers:
+    """What one curve has been asked."""
+
+    offers: dict[tuple[int, int, int, int], Offer]
+    step_ms: torch.Tensor
+    """[n] float64: a step of 0, 1, ... rows."""
 
 
 class ElasticBudget:
@@ -70,15 +80,22 @@ class ElasticBudget:
         nodes_per_request: int,
         max_nodes: int,
     ):
-        self.curve = curve
         self._calibration = calibration
         self._shape = shape
         self._most_each = min(nodes_per_request, shape.num_candidates)
         self._max_nodes = max_nodes
-        self._offers: dict[tuple[int, int, int, int], Offer] = {}
-        self._step_ms = torch.tensor(
-            [curve.step_ms(n) for n in range(_FIRST_TABLE)], dtype=torch.float64
-        )
+        self._answers: dict[CostCurve, _Answers] = {}
+        self.follow(curve)
+
+    def follow(self, curve: CostCurve) -> None:
+        """Decide by ``curve`` from now on. What another one answered is kept for its return."""
+        self.curve = curve
+        if curve not in self._answers:
+            if len(self._answers) >= _MOST_CURVES:
+                self._answers.clear()
+            table = [curve.step_ms(n) for n in range(_FIRST_TABLE)]
+            self._answers[curve] = _Answers({}, torch.tensor(table, dtype=torch.float64))
+        self._answer = self._answers[curve]
 
     def offer(self, load: StepLoad, num_sampled: int = 0) -> Offer:
         """The budget that is worth most for ``load``; ``num_sampled`` of its requests sample."""
@@ -91,12 +108,13 @@ class ElasticBudget:
             round(load.num_context_tokens / (requests * _CONTEXT_STEP)),
             round(_SHARES * num_sampled / requests),
         )
-        if key not in self._offers:
-            if len(self._offers) >= _MOST_OFFERS:
-                self._offers.clear()
+        offers = self._answer.offers
+        if key not in offers:
+            if len(offers) >= _MOST_OFFERS:
+                offers.clear()
             rounded = StepLoad(requests, key[1] * _PREFILL_STEP, key[2] * requests * _CONTEXT_STEP)
-            self._offers[key] = self._best_offer(rounded, key[3] / _SHARES)
-        return self._offers[key]
+            offers[key] = self._best_offer(rounded, key[3] / _SHARES)
+        return offers[key]
 
     def _best_offer(self, load: StepLoad, share_sampled: float) -> Offer:
         best = self.curve.plain_ms(load) / load.num_requests / LEAST_GAIN
@@ -128,12 +146,12 @@ class ElasticBudget:
 
     def added_ms(self, load: StepLoad, most: int) -> torch.Tensor:
         """[most + 1] float64: ``CostCurve.nodes_ms`` for 0 to ``most`` nodes."""
-        start = load.num_rows
-        while self._step_ms.shape[0] <= start + most:
-            more = range(self._step_ms.shape[0], 2 * self._step_ms.shape[0])
+        start, answer = load.num_rows, self._answer
+        while answer.step_ms.shape[0] <= start + most:
+            more = range(answer.step_ms.shape[0], 2 * answer.step_ms.shape[0])
             grown = torch.tensor([self.curve.step_ms(n) for n in more], dtype=torch.float64)
-            self._step_ms = torch.cat([self._step_ms, grown])
-        added = self._step_ms[start : start + most + 1] - self._step_ms[start]
+            answer.step_ms = torch.cat([answer.step_ms, grown])
+        added = answer.step_ms[start : start + most + 1] - answer.step_ms[start]
         own = self.curve.per_node_ms(load) * torch.arange(most + 1, dtype=torch.float64)
         return (added + own).clamp_(min=0)
 

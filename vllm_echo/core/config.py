@@ -16,6 +16,8 @@
        "threshold": 0.3,              of fixed-threshold's gates, and of ddd's beam
        "transfer": true,              false: every request keeps its even share of k_max
        "width": true,                 false: what depth leaves of the budget is not spent
+       "watch_costs": true,           false: the cost curve is not corrected by the times of served
+                                      steps, and equal traffic gives equal budgets (watch.py)
        "profile": {...},              cost curve, written by `vllm-echo profile` (cost.py)
        "calibration": {...}}}         acceptance, written by `vllm-echo calibrate` (acceptance.py)
 
@@ -130,6 +132,7 @@ class EchoConfig:
     threshold: float = DEFAULT_THRESHOLD
     transfer: bool = True
     width: bool = True
+    watch_costs: bool = True
     profile: CostCurve | None = None
     calibration: Calibration | None = None
 
@@ -151,6 +154,7 @@ class EchoConfig:
         check_probability("echo.threshold", self.threshold, "a number from 0 to 1")
         check_type("echo.transfer", self.transfer, bool, "true or false")
         check_type("echo.width", self.width, bool, "true or false")
+        check_type("echo.watch_costs", self.watch_costs, bool, "true or false")
         self._check_depths()
         self._check_gates()
         self._check_calibration()

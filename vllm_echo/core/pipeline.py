@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_echo.core.budget import Offer
+from vllm_echo.core.budget import NOTHING, Offer
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.decision import Decision
@@ -28,6 +28,7 @@ from vllm_echo.core.pack import pack_trees
 from vllm_echo.core.policies import make_policy
 from vllm_echo.core.schedule import schedule
 from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
+from vllm_echo.core.watch import CostWatch
 
 
 @dataclass
@@ -51,6 +52,23 @@ class EchoPipeline:
         """Decide by ``config`` from the next step on; the trees of the last step stay."""
         self.config = config
         self.policy = make_policy(config)
+        curve = config.profile if config.needs_profile and config.k_max != 0 else None
+        self.watch = CostWatch(curve) if curve is not None and config.watch_costs else None
+
+    def offer(self, load: StepLoad, num_sampled: int = 0) -> Offer:
+        """The budget of the step that carries ``load``, of whose requests ``num_sampled`` sample.
+        To be asked once a step: where costs are watched, a few steps are to be different."""
+        budget = self.policy.budget
+        if self.watch is None or isinstance(budget, Offer) or load.num_requests == 0:
+            return self.policy.offer(load, num_sampled)
+        budget.follow(self.watch.curve(load))
+        usual = self.policy.offer(load, num_sampled)
+        if not self.watch.drafts(load, usual.num_nodes > 0):
+            return NOTHING
+        if usual.num_nodes:
+            return usual
+        budget.follow(self.watch.probing_curve(load))
+        return self.policy.offer(load, num_sampled)
 
     def propose_trees(
         self,

@@ -44,7 +44,7 @@ class Policy:
         self.rule = rule
         self.thresholds = thresholds or (None,) * shape.max_depth
         self.config = config
-        self._budget = budget
+        self.budget = budget
         if rule is Rule.PRICE:
             calibration = config.calibration or uncalibrated()
             self._curves = score_curves(calibration, shape.max_depth)
@@ -62,9 +62,9 @@ class Policy:
         Under ``Rule.PRICE`` all that the requests may have, once anything pays: scheduling knows
         the candidates themselves, and what is known beforehand is only their average.
         """
-        if isinstance(self._budget, Offer):
-            return self._budget
-        offer = self._budget.offer(load, num_sampled)
+        if isinstance(self.budget, Offer):
+            return self.budget
+        offer = self.budget.offer(load, num_sampled)
         if self.rule is not Rule.PRICE or offer.num_nodes == 0:
             return offer
         most, k_max = self._most_nodes(load), self.config.k_max
@@ -93,14 +93,14 @@ class Policy:
         return self.shape.max_depth
 
     def _prices(self, load: StepLoad, offer: Offer) -> Prices:
-        assert isinstance(self._budget, ElasticBudget), "an idle policy drafts nothing"
+        assert isinstance(self.budget, ElasticBudget), "an idle policy drafts nothing"
         return Prices(
             num_requests=load.num_requests,
             plain_ms=offer.plain_ms,
-            added_ms=self._budget.added_ms(load, min(offer.num_nodes, self._most_nodes(load))),
+            added_ms=self.budget.added_ms(load, min(offer.num_nodes, self._most_nodes(load))),
             price=offer.price,
             ms_per_token=offer.ms_per_token,
-            layer=self._budget.curve.layer,
+            layer=self.budget.curve.layer,
             curves=self._curves,
             best_child=self._best_child,
         )

@@ -16,7 +16,7 @@ from vllm_echo.core.budget import NOTHING, Offer
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.draft import DraftBatch
-from vllm_echo.core.policies import Policy
+from vllm_echo.core.pipeline import EchoPipeline
 from vllm_echo.core.shape import TreeShape
 from vllm_echo.core.stats import Undrafted
 
@@ -92,17 +92,17 @@ _NOBODY = DraftBatch(
 )
 
 
-def plan_drafts(now: Standing, limits: Limits, policy: Policy) -> DraftPlan:
+def plan_drafts(now: Standing, limits: Limits, pipeline: EchoPipeline) -> DraftPlan:
     """Whom to draft for, and the next step's budget."""
     load = next_load(now, limits)
     reasons = _reasons(now, limits)
     requests = (reasons == _DRAFTED).nonzero()[0]
     offer = NOTHING
     if requests.shape[0]:
-        offer = policy.offer(load, int(now.sampled[requests].sum()))
+        offer = pipeline.offer(load, int(now.sampled[requests].sum()))
         room = rows_for_nodes(now, load, limits)
         if offer.num_nodes == 0:
-            reasons[requests] = _why_no_offer(policy.config)
+            reasons[requests] = _why_no_offer(pipeline.config)
         elif room == 0:
             offer, reasons[requests] = NOTHING, Undrafted.NO_ROWS
         elif offer.num_nodes > room:
@@ -110,7 +110,7 @@ def plan_drafts(now: Standing, limits: Limits, policy: Policy) -> DraftPlan:
     undrafted = np.bincount(reasons[now.goes_on & (reasons != _DRAFTED)]).tolist()
     if offer.num_nodes == 0:
         return DraftPlan(_NOBODY.max_nodes.long(), _NOBODY, load, offer, undrafted)
-    depths = useful_depths(now, limits, policy.shape)[requests]
+    depths = useful_depths(now, limits, pipeline.policy.shape)[requests]
     most = np.minimum(limits.max_model_len - 3 - now.roots[requests], limits.max_nodes)
     batch = DraftBatch(
         max_nodes=torch.from_numpy(most.astype(np.int32)),

@@ -42,6 +42,7 @@ from vllm_echo.core.stats import StepStats
 from vllm_echo.core.timing import StageTimer
 from vllm_echo.core.trace import TraceRecorder
 from vllm_echo.core.tree import CandidateTrees, SuperTree
+from vllm_echo.core.trial import StepTimes
 from vllm_echo.errors import EchoConfigError
 from vllm_echo.integration.cpu.attention import (
     EchoCPUAttentionMetadataBuilder,
@@ -361,7 +362,8 @@ class EchoCPUModelRunner(CPUModelRunner):
         self.timer.count("output_tokens", sum(map(len, sampled_token_ids)))
         self.timer.count("requests", len(sampled_token_ids))
         self.timer.count("context_tokens", plan.load.num_context_tokens)
-        self.timer.end_step()
+        self.timer.count("continuing", scheduler_output.scheduled_cached_reqs.num_reqs)
+        self._watch_costs(self.timer.end_step())
         return drafts
 
     def _plan(self, roots: np.ndarray) -> DraftPlan:
@@ -382,7 +384,22 @@ class EchoCPUModelRunner(CPUModelRunner):
         )
         if self.recorder is None:  # what is recorded is never verified
             limits = replace(limits, max_rows=self.scheduler_config.max_num_scheduled_tokens)
-        return plan_drafts(standing, limits, self.pipeline.policy)
+        return plan_drafts(standing, limits, self.pipeline)
+
+    def _watch_costs(self, record: dict[str, Any]) -> None:
+        """Feed the step's times to what corrects the cost curve. Times are this rank's, so rank 0
+        judges, and what it finds travels."""
+        watch = self.pipeline.watch
+        if watch is None or self.recorder is not None:
+            return
+        watch.add(StepTimes.of_record(record))
+        if watch.due:
+            group = get_tp_group()
+            first = group.rank_in_group == 0
+            verdict = group.broadcast_object(watch.judge() if first else None)
+            for message in watch.apply(verdict):
+                if first:
+                    logger.warning(message)
 
     def _catch_up_rows(
         self,
