@@ -46,6 +46,8 @@ class Load:
     temperature: float
     seed: int
     """Of the first request; the others count on."""
+    seconds: float | None = None
+    """Ends then, whatever is answered."""
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Answer:
 
 
 def send(url: str, model: str, load: Load) -> dict[str, Any]:
-    """Hold ``load`` until all requests that are waited for are answered, and sum up."""
+    """Hold ``load`` until all requests that are waited for are answered, or its time is over, and
+    sum up."""
     seconds, answers = asyncio.run(_send_all(url, model, load))
     return summarise(seconds, answers, load.requests)
 
@@ -108,7 +111,7 @@ async def _send_all(url: str, model: str, load: Load) -> tuple[float, list[Answe
         done = asyncio.create_task(run.done.wait())
         either: list[asyncio.Future[Any]] = [everything, done]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=load.seconds, return_when=asyncio.FIRST_COMPLETED)
             seconds = time.perf_counter() - start
             # What is broken off counts with the tokens that it has by now.
             answers = [replace(answer) for answer in run.answers]
@@ -186,7 +189,7 @@ def summarise(seconds: float, answers: Sequence[Answer], requests: int) -> dict[
     """Rates, and times in milliseconds. The first ``requests`` of ``answers`` were waited for; the
     others kept the load, and their tokens of these ``seconds`` count as well."""
     tokens = sum(answer.output_tokens for answer in answers)
-    awaited = answers[:requests]
+    awaited = [answer for answer in answers[:requests] if answer.complete]
     times = {
         "ttft": [answer.ttft for answer in awaited],
         "tpot": [answer.tpot for answer in awaited if answer.tpot is not None],

@@ -187,11 +187,15 @@ class Server:
         with urllib.request.urlopen(url, timeout=60) as response:
             return bool(json.load(response)["vllm_config"]["scheduler_config"]["async_scheduling"])
 
-    def switch(self, changes: Mapping[str, Any]) -> None:
-        """Serve with the options of the start, but for ``changes``."""
+    def given_options(self) -> Mapping[str, Any]:
+        """Echo's options as this server has settled them at its start, cost curve included."""
         if self._given_options is None:
             self._given_options = self._set_options({})
-        wanted = {**self._given_options, **changes}
+        return self._given_options
+
+    def switch(self, changes: Mapping[str, Any]) -> None:
+        """Serve with the options of the start, but for ``changes``."""
+        wanted = {**self.given_options(), **changes}
         if wanted != self.options:
             self.options = self._set_options(wanted)
         if needs_quiet_start({"echo": self.options}):

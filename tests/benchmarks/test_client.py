@@ -202,3 +202,13 @@ def test_sums():
     assert summary["e2e_ms"]["p99"] == pytest.approx(1200 - 0.02 * 100)
     assert summary["itl_ms"]["p50"] == pytest.approx(500)
     assert client.distribution([]) is None
+
+
+def test_a_load_of_so_many_seconds_ends_then_and_counts_what_has_arrived():
+    server = LongAndShort()
+    load = client.Load((f"q{i}" for i in count()), 1000, 3, 8, 0.0, 100, seconds=0.2)
+    seconds, answers = run(server.answer, load)
+    assert seconds == pytest.approx(0.2, abs=0.1)
+    summary = client.summarise(seconds, answers, load.requests)
+    assert 0 < summary["requests"] < len(answers), "only whole answers have latencies"
+    assert summary["tokens"] == sum(answer.output_tokens for answer in answers) > 10
