@@ -187,9 +187,13 @@ def test_a_broken_connection_is_told_apart():
 
 def test_sums():
     answers = [
-        client.Answer(ttft=0.1, e2e=1.1, itl=[0.5, 0.5], prompt_tokens=3, output_tokens=11),
-        client.Answer(ttft=0.3, e2e=0.3, itl=[], prompt_tokens=4, output_tokens=1),
-        client.Answer(ttft=0.2, e2e=1.2, itl=[1.0], prompt_tokens=5, output_tokens=3),
+        client.Answer(
+            ttft=0.1, e2e=1.1, itl=[0.5, 0.5], prompt_tokens=3, output_tokens=11, complete=True
+        ),
+        client.Answer(ttft=0.3, e2e=0.3, itl=[], prompt_tokens=4, output_tokens=1, complete=True),
+        client.Answer(
+            ttft=0.2, e2e=1.2, itl=[1.0], prompt_tokens=5, output_tokens=3, complete=True
+        ),
     ]
     held = client.Answer(ttft=0.7, e2e=0.9, itl=[0.2], prompt_tokens=6, output_tokens=5)
     summary = client.summarise(2.0, [*answers, held], requests=3)

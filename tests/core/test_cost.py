@@ -34,19 +34,19 @@ def test_measured_points_are_met_exactly() -> None:
     assert [curve.step_ms(rows) for rows, _ in points] == [ms for _, ms in points]
 
 
-def test_costs_are_linear_between_before_and_beyond_the_points() -> None:
+def test_costs_are_linear_between_and_beyond_the_points_and_flat_before_them() -> None:
     curve = curve_of((10, 20.0), (20, 30.0), (40, 90.0))
     assert curve.step_ms(15) == 25.0
     assert curve.step_ms(30) == 60.0
     assert curve.step_ms(30.5) == 61.5
     assert curve.step_ms(100) == 270.0, "beyond the last point as between the last two"
-    assert curve.step_ms(5) == 15.0
+    assert curve.step_ms(5) == 20.0
 
 
 def test_no_step_takes_less_than_no_time() -> None:
     """Catches a curve that is measured from many rows on and turns negative towards none."""
     curve = curve_of((10, 1.0), (20, 31.0))
-    assert curve.step_ms(1) == 0.0
+    assert curve.step_ms(1) == 1.0
 
 
 def test_one_point_is_a_flat_machine() -> None:

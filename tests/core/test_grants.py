@@ -225,18 +225,16 @@ def test_a_gate_asks_for_more_than_its_threshold() -> None:
 def test_dense_gates_lie_on_the_line_between_the_sparse_ones() -> None:
     gates = SparseGates({4: 0.3, 1: 0.6}).at_every_depth(6)
     for depth, threshold in enumerate([0.6, 0.6, 0.5, 0.4, 0.3, 0.3]):
-        assert gates.has_gate(depth)
         assert gates.threshold(depth) == pytest.approx(threshold, abs=1e-9)
-    assert not gates.has_gate(6)
+    assert gates.threshold(6) is None
 
 
 def test_no_gates_stay_no_gates_at_every_depth() -> None:
     """`"gates": []` means none, also of dense ones."""
     gates = SparseGates({}).at_every_depth(6)
-    assert not any(gates.has_gate(depth) for depth in range(6))
+    assert gates.by_depth(6) == (None,) * 6
 
 
 def test_one_threshold_moves_no_gate() -> None:
     gates = SparseGates({0: 0.1, 3: 0.9}).with_threshold(0.5)
-    assert [gates.has_gate(depth) for depth in range(5)] == [True, False, False, True, False]
     assert [gates.threshold(depth) for depth in range(5)] == [0.5, None, None, 0.5, None]

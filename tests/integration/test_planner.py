@@ -150,6 +150,7 @@ def test_draft_slots_end_with_the_context() -> None:
         (15, 0, 6, 40, 18),  # 15 that decode, one that prefills its last 6 rows
         (15, 0, 900, 40, 12),  # or more than there are
         (16, 0, 0, 4000, 1000),  # as configured
+        (2, 40, 0, 40, 24),  # sessions that wait for their users take no rows beyond the seats
     ],
 )
 def test_a_budget_leaves_every_request_its_row(

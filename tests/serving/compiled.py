@@ -9,10 +9,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tests.serving.harness import echo_engine, plain_engine, random_prompts, token_ids
+from tests.serving.harness import (
+    echo_engine,
+    plain_engine,
+    random_prompts,
+    token_ids,
+    truths_of,
+)
 
 from vllm import SamplingParams  # isort: skip  (after the harness, which sets vLLM up)
 from vllm.compilation.counter import compilation_counter  # isort: skip
@@ -33,6 +39,10 @@ class Start:
     tokens: list
     drafts: list
     """Of every step, what the head drafted for each request."""
+    tokens_of_trees: list = field(default_factory=list)
+    """What came out once more, with an oracle in the head's place."""
+    accepted: int = 0
+    """Of its nodes."""
 
 
 def start_echo(target: Path, head: Path) -> Start:
@@ -47,8 +57,12 @@ def start_echo(target: Path, head: Path) -> Start:
         return drafts[-1]
 
     engine.runner.propose_draft_token_ids = keep
-    tokens = token_ids(engine.generate(PROMPTS, PARAMS))
-    return _outcome(before, tokens, drafts)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    start = _outcome(before, token_ids(outputs), drafts)
+    engine.record.clear()
+    engine.follow(truths_of(outputs))
+    trees = token_ids(engine.generate(PROMPTS, PARAMS))
+    return replace(start, tokens_of_trees=trees, accepted=engine.record.accepted)
 
 
 def start_plain(target: Path) -> Start:
@@ -75,7 +89,7 @@ def _outcome(before, tokens: list, drafts: list) -> Start:
         loaded=now.num_aot_artifacts_loaded - before.num_aot_artifacts_loaded,
         saved=now.num_aot_artifacts_saved - before.num_aot_artifacts_saved,
         tokens=tokens,
-        drafts=drafts,
+        drafts=list(drafts),
     )
 
 

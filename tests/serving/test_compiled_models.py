@@ -57,8 +57,9 @@ def test_a_first_start_compiles_and_keeps_target_and_head(
 ) -> None:
     assert (first.compiled, first.loaded, first.saved) == (2, 0, 2)
     assert len(entries(cache)) == 2
-    assert first.tokens == eager_tokens(pair[0])
+    assert first.tokens == first.tokens_of_trees == eager_tokens(pair[0])
     assert any(any(step) for step in first.drafts), "nothing was drafted"
+    assert first.accepted > len(PROMPTS)
 
 
 def test_a_second_process_loads_both_and_decodes_and_drafts_the_same(
@@ -67,7 +68,8 @@ def test_a_second_process_loads_both_and_decodes_and_drafts_the_same(
     """Catches every start compiling again: `finalize_loading` asked of what has no such method."""
     second = start_in_a_process_of_its_own(*pair)
     assert (second.compiled, second.loaded) == (0, 2)
-    assert second.tokens == first.tokens
+    assert second.tokens == second.tokens_of_trees == first.tokens
+    assert second.accepted > len(PROMPTS)
     assert second.drafts == first.drafts
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.heard import heard
-from tests.serving.harness import Engine, echo_engine, random_prompts
+from tests.serving.harness import Engine, echo_engine, random_prompts, token_ids, truths_of
 from tests.serving.test_identity import greedy
 from tests.serving.test_running_options import PROFILE
 from vllm_echo.core.cost import CostCurve
@@ -60,7 +60,7 @@ def test_the_targets_time_is_the_targets(engine: Engine, monkeypatch: pytest.Mon
     assert runs
 
 
-def test_a_start_without_a_curve_measures_one_that_serves(engine: Engine) -> None:
+def test_a_start_without_a_curve_measures_one_that_serves(plain: Engine, engine: Engine) -> None:
     """Catches an engine that stays idle for want of a curve, a measurement that no file could
     hold, and one that leaves rubbish in the KV cache that requests then read."""
     curve = engine.runner.pipeline.config.profile
@@ -72,11 +72,11 @@ def test_a_start_without_a_curve_measures_one_that_serves(engine: Engine) -> Non
     assert curve.control(4) > 0
     assert curve.layer(1) > curve.roots(1)
     prompts = random_prompts(4, seed=1)
-    first = [out.outputs[0].token_ids for out in engine.generate(prompts, greedy())]
-    engine.runner.set_options({"k_max": 0})
-    again = [out.outputs[0].token_ids for out in engine.generate(prompts, greedy())]
-    engine.runner.set_options({"k_max": "auto"})
-    assert first == again
+    outputs = plain.generate(prompts, greedy())
+    engine.follow(truths_of(outputs))
+    assert token_ids(engine.generate(prompts, greedy())) == token_ids(outputs)
+    # Where drafting does not pay on this machine, there are the candidates of the first trial.
+    assert engine.record.accepted > 0
 
 
 def test_the_head_is_timed_with_cold_weights(

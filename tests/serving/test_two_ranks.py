@@ -83,8 +83,8 @@ def test_the_curve_measured_at_start_up_is_rank_0s_on_both(ranks: LLM) -> None:
 
 GIVEN: list[dict[str, Any]] = [
     {},  # as measured at start-up
-    {"profile": PROFILE},
-    {"policy": "echo", "k_max": "auto", "profile": PROFILE},
+    {"profile": PROFILE, "watch_costs": False},
+    {"policy": "echo", "k_max": "auto"},
     {"policy": "echo", "k_max": 32, "gates": []},
 ]
 
@@ -105,6 +105,6 @@ def test_two_ranks_emit_the_tokens_of_one_without_speculation(
     assert token_ids(actual) == token_ids(outputs)
     after = scrape()
     accepted = sum(after.nodes("accepted").values()) - sum(before.nodes("accepted").values())
-    if options == {} and after.left_out().get("no_gain"):
-        return  # the machine of the moment decides whether drafting pays there
-    assert accepted > NUM_REQUESTS, "this compares plain decoding with itself"
+    # By the curve that was measured the machine of the moment decides whether drafting pays: there
+    # are the candidates of the first trial at least.
+    assert accepted > (NUM_REQUESTS if options else 0), "this compares plain decoding with itself"

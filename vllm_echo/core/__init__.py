@@ -10,6 +10,8 @@ In the order of a step (``pipeline.py`` is the page to read first):
 ``decision``       what is decided about a step before it drafts; ``shape``: how far and how wide
 ``policies``       echo, goodput and their relatives: each makes one decision a step
 ``budget``         how much there is to spend, by ``cost``, what a step costs, and the load
+``watch``          the cost curve, corrected by served steps: one ``trial`` after another;
+                   ``sweep``: how one is measured at a start
 ``draft``          grow candidate trees layer by layer
 ``score``          what a node is worth, by the head and by ``acceptance``, its calibration
 ``gate``           may a request go deeper?

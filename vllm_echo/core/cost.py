@@ -48,8 +48,8 @@ class CostCurve:
     """Wall milliseconds of a step's parts, as the engine sees them."""
 
     step: tuple[tuple[int, float], ...]
-    """(rows, ms) of a whole step without drafting, rows ascending; linear in between, and
-    beyond the last pair as between the last two."""
+    """(rows, ms) of a whole step without drafting, rows ascending; linear in between, before the
+    first pair as there, and beyond the last one as between the last two."""
     roots: Line
     """First candidates of n requests (the head's output layer)."""
     layer: Line
@@ -67,11 +67,11 @@ class CostCurve:
     def step_ms(self, rows: float) -> float:
         """Milliseconds of a plain step with ``rows`` rows."""
         points = self.step
-        if len(points) == 1:
+        if len(points) == 1 or rows <= points[0][0]:
             return points[0][1]
         high = min(max(1, bisect_right(points, rows, key=lambda p: p[0])), len(points) - 1)
         (x0, y0), (x1, y1) = points[high - 1], points[high]
-        return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
     def nodes_ms(self, load: StepLoad, num_nodes: float) -> float:
         """Milliseconds that ``num_nodes`` candidates add to the step of ``load``."""

@@ -45,9 +45,6 @@ class SparseGates:
         """The same gates, all with one threshold."""
         return SparseGates(dict.fromkeys(self._thresholds, threshold))
 
-    def has_gate(self, depth: int) -> bool:
-        return depth in self._thresholds
-
     def threshold(self, depth: int) -> float | None:
         """None where there is no gate."""
         return self._thresholds.get(depth)

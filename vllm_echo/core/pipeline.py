@@ -30,6 +30,8 @@ from vllm_echo.core.schedule import schedule
 from vllm_echo.core.tree import CandidateTrees, DraftTrees, SuperTree, TreeTable
 from vllm_echo.core.watch import CostWatch
 
+_MOST_WATCHES = 32
+
 
 @dataclass
 class Proposal:
@@ -45,15 +47,24 @@ class EchoPipeline:
     """The runner-neutral part of a step; holds the trees from one step to the next."""
 
     def __init__(self, config: EchoConfig, max_requests: int, device: torch.device):
+        self._watches: dict[EchoConfig, CostWatch] = {}
         self.set_options(config)
         self.table = TreeTable(max_requests, config.num_speculative_tokens, device)
 
     def set_options(self, config: EchoConfig) -> None:
-        """Decide by ``config`` from the next step on; the trees of the last step stay."""
+        """Decide by ``config`` from the next step on; the trees of the last step stay, and what the
+        steps have shown under options that held before."""
         self.config = config
         self.policy = make_policy(config)
+        self.watch = self._watch_for(config)
+
+    def _watch_for(self, config: EchoConfig) -> CostWatch | None:
         curve = config.profile if config.needs_profile and config.k_max != 0 else None
-        self.watch = CostWatch(curve) if curve is not None and config.watch_costs else None
+        if curve is None or not config.watch_costs:
+            return None
+        if len(self._watches) >= _MOST_WATCHES:
+            self._watches.clear()
+        return self._watches.setdefault(config, CostWatch(curve))
 
     def offer(self, load: StepLoad, num_sampled: int = 0) -> Offer:
         """The budget of the step that carries ``load``, of whose requests ``num_sampled`` sample.
@@ -68,7 +79,7 @@ class EchoPipeline:
         if usual.num_nodes:
             return usual
         budget.follow(self.watch.probing_curve(load))
-        return self.policy.offer(load, num_sampled)
+        return self.watch.probe(load, self.policy.offer(load, num_sampled))
 
     def propose_trees(
         self,

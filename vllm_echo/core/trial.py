@@ -44,7 +44,8 @@ class StepTimes:
     expanded: int = 0
     """Draft forwards, and the nodes that they expanded."""
     clean: bool = True
-    """No prompt rows, and the engine had no pause before it."""
+    """No prompt rows, and some request of the step before goes on. By counts alone, which are the
+    same on all ranks."""
     kind: str = "plain"
     """What had been asked for: "plain", "probe", or candidates that were "chosen" by the curve."""
 
@@ -91,9 +92,11 @@ class Correction:
         """``curve``, corrected for loads of about ``requests``."""
         own = curve.step_ms(requests)
         least = own / 10  # of rows below the load's own, which nobody asks for
+        step = {rows: max(least, own + self.rise * (ms - own)) for rows, ms in curve.step}
+        step[requests] = own
         return replace(
             curve,
-            step=tuple((rows, max(least, own + self.rise * (ms - own))) for rows, ms in curve.step),
+            step=tuple(sorted(step.items())),
             roots=_times(curve.roots, self.drafting),
             layer=_times(curve.layer, self.drafting),
             catch_up=_times(curve.catch_up, self.catch_up),

@@ -4,15 +4,16 @@
 A curve can be wrong: a bad file, a busy machine while it was measured, a processor that has become
 hot. Decisions depend on its ratios only: what candidates and drafting cost, in plain steps of the
 same load. So that is what is measured, by *trials*: within a few dozen steps of one load some are
-plain and some carry candidates, all on the machine as it is at that time. A trial is held when a
-load is met for the first time, when steps begin to take longer or shorter than they did, and else
-ever more rarely. Its outcome, where it departs from the curve by more than its noise, becomes the
-load's own curve. A guard beside it needs no model: where the milliseconds of an output token are
-more with drafts than without, nothing is drafted until a later trial finds otherwise.
+plain and some carry candidates, all on the machine as it is at that time. Steps with prompts say
+nothing, so a trial goes on until it has enough of the others. It is held when a load is met for
+the first time, when steps begin to take longer or shorter than they did, and else ever more rarely.
+Its outcome, where it departs from the curve by more than its noise, becomes the load's own curve.
+A guard beside it needs no model: where the milliseconds of an output token are more with drafts
+than without, nothing is drafted until a later trial finds otherwise.
 
 Nothing here reads a clock. Times are given by one rank (``add``), which judges (``judge``); what it
-finds travels to the others (``apply``). Everything else depends on loads and verdicts alone, so all
-ranks decide the same.
+finds travels to the others (``apply``). Everything else depends on loads, counts of steps and
+verdicts alone, so all ranks decide the same.
 """
 
 from collections import deque
@@ -20,12 +21,17 @@ from dataclasses import dataclass, field, replace
 from math import log, log2, sqrt
 from statistics import median
 
+from vllm_echo.core.budget import Offer
 from vllm_echo.core.cost import CostCurve, Line, StepLoad
 from vllm_echo.core.trial import Correction, StepTimes, Trial, evaluate, level_of
 
 FIRST_TRIAL = 12
 TRIAL = 24
-"""Steps of a load's first trial, and of a later one."""
+"""Clean steps of a load's first trial, and of a later one."""
+_OF_A_KIND = 4
+"""Fewest of them that are plain, and that carry candidates."""
+_LONGEST_TRIAL = 120
+"""Steps, clean or not, after which a trial is over in any case."""
 _WARM_UP = 3
 """Steps of a load before its first trial: sizes that were never met are slow once."""
 FIRST_GAP, LAST_GAP = 32, 1024
@@ -47,6 +53,10 @@ _GUARD_STEPS = 40
 _BACK_STEPS = 20
 _LEAST_GAIN = 1.01
 _FADING = 0.7
+"""What is left of earlier tokens after a trial, where nothing else is drafted."""
+_MEMORY = 512
+"""Steps over which tokens are averaged: traffic changes."""
+_PROBE_DEPTH = 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class Ruling:
     gap: int
     place: int
     """Steps until the next trial, negative; 0 begins one."""
+    conclusive: bool = True
+    """There has been a trial that said something."""
     messages: tuple[str, ...] = ()
 
 
@@ -77,6 +89,7 @@ class _Yield:
     squares: float = 0.0
 
     def add(self, tokens: float) -> None:
+        self.fade(1 - 1 / _MEMORY)
         self.steps += 1
         self.total += tokens
         self.squares += tokens * tokens
@@ -108,20 +121,33 @@ class _Load:
     gap: int = FIRST_GAP
     place: int = -_WARM_UP
     """Steps since the trial began; negative before."""
-    length: int = FIRST_TRIAL
+    first: bool = True
+    """No trial has said anything yet."""
+    plain: int = 0
+    with_nodes: int = 0
+    """Clean steps of the trial."""
     # For the rank that judges:
     samples: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
     trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     tokens: _Yield = field(default_factory=_Yield)
     level: float | None = None
     departed: int = 0
-    failed: int = 0
     told: set[str] = field(default_factory=set)
 
     @property
     def trial_is_over(self) -> bool:
-        """One step later: the last candidates have been verified by then."""
-        return self.place > self.length
+        """It has what it needs, or is not going to get it."""
+        if self.place <= 0:
+            return False
+        clean = self.plain + self.with_nodes
+        enough = clean >= (FIRST_TRIAL if self.first else TRIAL)
+        if enough and min(self.plain, self.with_nodes) >= _OF_A_KIND:
+            return True
+        return self.place >= min(_LONGEST_TRIAL, TRIAL * (1 + clean))
+
+    def begin_trial(self) -> None:
+        self.samples.clear()
+        self.plain = self.with_nodes = 0
 
 
 def load_class(requests: int) -> int:
@@ -152,20 +178,27 @@ class CostWatch:
         drafts = usual
         if load.num_prefill_tokens == 0:
             if state.place == 0:
-                state.samples.clear()
-            if 0 <= state.place < state.length:
-                drafts = _turn(state.place, state.length, usual)
+                state.begin_trial()
+            if state.place >= 0:
+                drafts = _turn(state.place, state.first, usual)
             state.place += 1
         self._next_kind = "plain" if not drafts else "chosen" if pays else "probe"
         return drafts
 
     def probing_curve(self, load: StepLoad) -> CostCurve:
-        """A curve under which a few candidates pay, for a look at what they cost: half as many as
-        there are requests, which takes half a step longer at worst."""
+        """A curve under which candidates pay that by the given one do not; layers cost what they
+        cost."""
         ms = self._given.step_ms(load.num_requests)
-        last = load.num_rows + max(4, load.num_requests // 2)
         free = Line(0.0, 0.0)
-        return CostCurve(((1, ms), (last, ms), (last + 1, 1e6 * ms)), free, free, free, free)
+        return CostCurve(((1, ms),), free, self._given.layer, free, free)
+
+    def probe(self, load: StepLoad, offer: Offer) -> Offer:
+        """What is drafted under that curve, for a look at what candidates cost: half as many as
+        there are requests, and four at least; two layers at most."""
+        most = max(4, load.num_requests // 2)
+        return replace(
+            offer, num_nodes=min(offer.num_nodes, most), depth=min(offer.depth, _PROBE_DEPTH)
+        )
 
     @property
     def due(self) -> bool:
@@ -181,7 +214,8 @@ class CostWatch:
                 requests = max(1, round(2 ** (key / 2)))
                 state.curve = ruling.correction.of(self._given, requests)
             state.correction, state.off = ruling.correction, ruling.off
-            state.gap, state.place, state.length = ruling.gap, ruling.place, TRIAL
+            state.gap, state.place = ruling.gap, ruling.place
+            state.first = state.first and not ruling.conclusive
             messages += ruling.messages
         return messages
 
@@ -202,6 +236,9 @@ class CostWatch:
         step = replace(step, kind=before)
         state = self._at(step.requests)
         state.samples.append(step)
+        if state.place > 0:
+            state.plain += step.nodes == 0
+            state.with_nodes += step.nodes > 0
         if before == "chosen":
             state.tokens.add(step.tokens / step.requests)
 
@@ -211,8 +248,16 @@ class CostWatch:
         for key, state in self._loads.items():
             if state.trial_is_over:
                 verdict[key] = self._rule(key, state)
-            elif state.place < 0 and self._steps % LEVEL_EVERY == 0 and self._departed(state):
-                verdict[key] = Ruling(state.correction, state.off, FIRST_GAP, 0)
+            elif state.place < 0 and not state.first and self._steps % LEVEL_EVERY == 0:
+                messages: list[str] = []
+                if self._guard(state, messages, key) != state.off:
+                    state.tokens = _Yield()
+                    off = not state.off
+                    verdict[key] = Ruling(
+                        state.correction, off, FIRST_GAP, -FIRST_GAP, messages=tuple(messages)
+                    )
+                elif self._departed(state):
+                    verdict[key] = Ruling(state.correction, state.off, FIRST_GAP, 0)
         return verdict
 
     def _departed(self, state: _Load) -> bool:
@@ -230,10 +275,9 @@ class CostWatch:
         trial = evaluate(state.samples, self._given)
         if trial is None:
             # Prompts in nearly every step, or requests that may not be drafted for.
-            state.failed += 1
-            wait = 0 if state.failed < 3 else state.gap
-            return Ruling(state.correction, state.off, min(2 * state.gap, LAST_GAP), -wait)
-        state.failed = state.departed = 0
+            gap = min(2 * state.gap, LAST_GAP)
+            return Ruling(state.correction, state.off, gap, -gap, conclusive=False)
+        state.departed = 0
         threshold = max(DEPARTS, _NOISES * trial.error)
         if (
             state.trials
@@ -247,17 +291,19 @@ class CostWatch:
         messages: list[str] = []
         last = LAST_GAP_OFF if state.off else LAST_GAP
         correction, gap = state.correction, min(2 * state.gap, last)
-        if found.departure(correction, trial) > threshold:
-            correction, gap = found, FIRST_GAP
-            state.tokens = _Yield()
-            _tell(state, messages, "curve", _about(key, found))
         off = self._guard(state, messages, key)
-        if off != state.off:
+        if off:
+            state.tokens.fade(_FADING)
+        departs = found.departure(correction, trial) > threshold
+        if departs:
+            correction = found
+            _tell(state, messages, "curve", _about(key, found))
+        if departs or off != state.off:
             gap = FIRST_GAP
             state.tokens = _Yield()
         state.level = level_of(state.samples, correction.of(self._given, trial.requests))
         state.samples.clear()
-        return Ruling(correction, off, gap, -gap, tuple(messages))
+        return Ruling(correction, off, gap, -gap, messages=tuple(messages))
 
     def _guard(self, state: _Load, messages: list[str], key: int) -> bool:
         """Is drafting off at this load from now on?"""
@@ -266,7 +312,6 @@ class CostWatch:
             return state.off
         gain, error = found.mean / median(found.times), found.error
         if state.off:
-            found.fade(_FADING)
             return gain * (1 - error) < _LEAST_GAIN
         off = found.steps >= _GUARD_STEPS and gain * (1 + 2 * error) < 1 - DEPARTS / 2
         if off:
@@ -281,7 +326,7 @@ class CostWatch:
 
 def with_floors(curve: CostCurve) -> CostCurve:
     """``curve`` with no cost of 0 that is to be corrected by a factor."""
-    least = 1e-3 * curve.step_ms(1)
+    least = 1e-3 * curve.step[0][1]
 
     def raised(line: Line) -> Line:
         return Line(max(least, line.fixed), line.each)
@@ -294,11 +339,11 @@ def with_floors(curve: CostCurve) -> CostCurve:
     )
 
 
-def _turn(place: int, length: int, usual: bool) -> bool:
+def _turn(place: int, first: bool, usual: bool) -> bool:
     """Candidates at this place of a trial? By halves in the first one, when nothing is known; then
     the other way than usual now and then. Drafts come in pairs: the first of them sees to the
     head's KV of all plain steps before it, which says nothing about what drafting costs."""
-    if length == FIRST_TRIAL:
+    if first:
         return place % 6 >= 3
     if usual:
         return place % 6 != 5
@@ -329,5 +374,6 @@ def _about(key: int, found: Correction) -> str:
     return (
         f"ECHO: at about {round(2 ** (key / 2))} requests steps depart from the cost curve, and "
         f"decisions go by the steps from now on: measured against a plain step, candidates cost "
-        f"{nodes} what the curve says, drafting {found.drafting:.2f} times"
+        f"{nodes} what the curve says, drafting {found.drafting:.2f} times, the head's catch-up "
+        f"{found.catch_up:.2f} times"
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _METHOD = 3
 """Counts up when `quick_profile` measures something else: earlier curves are not read then."""
-_MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pt")
 
 
 def profile_path(vllm_config: "VllmConfig") -> Path:

@@ -142,7 +142,8 @@ def rows_for_nodes(now: Standing, load: StepLoad, limits: Limits) -> int:
     Of the rows beside the requests' own, half are the prompts': those that are in the batch, and,
     while there is a free seat, those that may wait for one.
     """
-    running = int(now.goes_on.sum()) + now.num_absent
+    # Not all that are absent will be there: some wait for their user's next words.
+    running = min(int(now.goes_on.sum()) + now.num_absent, limits.max_requests)
     free = max(0, limits.max_rows - running)
     prompts = free if running < limits.max_requests else load.num_prefill_tokens
     return free - min(prompts, free // 2)

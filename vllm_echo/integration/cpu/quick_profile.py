@@ -135,7 +135,7 @@ def departure(runner: EchoCPUModelRunner, curve: CostCurve) -> float:
 def measure_in_worker(runner: EchoCPUModelRunner) -> QuickProfile:
     """Measure ``runner``'s models, the same on all ranks; its KV caches hold nothing yet and are
     written to."""
-    started, waited = time.perf_counter(), waited_seconds()
+    started, waited_before = time.perf_counter(), waited_seconds()
     most = min(runner.max_num_tokens, _ROWS[-1])
     step = _sweep([rows for rows in _ROWS if rows <= most], partial(_target, runner))
     sizes = (_FEW, min(_SEVERAL, most)) if most > _FEW else (_FEW,)
@@ -155,11 +155,12 @@ def measure_in_worker(runner: EchoCPUModelRunner) -> QuickProfile:
         control=_line(control),
         **_context_us(runner),
     )
+    waited = (waited_seconds() - waited_before) / (time.perf_counter() - started)
     return QuickProfile(
         curve,
         disagreement=step.disagreement,
         parts_disagreement=max(sweep.disagreement for sweep in (roots, head, control)),
-        waited=(waited_seconds() - waited) / (time.perf_counter() - started),
+        waited=get_tp_group().broadcast_object(waited),
     )
 
 

@@ -56,7 +56,7 @@ from vllm_echo.integration.cpu.standing import standing_of
 from vllm_echo.integration.cpu.stops import PathOutputs
 from vllm_echo.integration.cpu.verifier import StepInputs, TreeVerifier
 from vllm_echo.integration.log import echo_logger
-from vllm_echo.integration.watch import DraftWatch
+from vllm_echo.integration.silence import Silence
 
 logger = echo_logger(__name__)
 
@@ -89,7 +89,7 @@ class EchoCPUModelRunner(CPUModelRunner):
         """``perf_counter`` after this step's forward; None before it, and where there is none."""
         self._stats: StepStats | None = None
         self.target_layers: list[Attention] = []
-        self.watch = DraftWatch(speaks=get_tp_group().is_first_rank)
+        self.silence = Silence(speaks=get_tp_group().is_first_rank)
         self._settle_thinking_budgets()
         logger.info("ECHO on the V1 CPU runner: %s", config)
 
@@ -358,7 +358,7 @@ class EchoCPUModelRunner(CPUModelRunner):
                 self.step.proposal,
                 plan.undrafted,
             )
-            self.watch.see(self._stats)
+            self.silence.see(self._stats)
         self.timer.count("output_tokens", sum(map(len, sampled_token_ids)))
         self.timer.count("requests", len(sampled_token_ids))
         self.timer.count("context_tokens", plan.load.num_context_tokens)

@@ -41,9 +41,9 @@ REASONS = {
     Undrafted.NO_BUDGET: (logging.INFO, "echo.k_max leaves no node; raise it to draft again"),
     Undrafted.NO_GAIN: (
         logging.INFO,
-        "by the cost curve no candidate pays at this load, and plain decoding is faster; if that "
-        "is a surprise, `vllm-echo profile` measures this machine anew and `vllm-echo calibrate` "
-        "the head",
+        "by the cost curve, or by what the steps have shown, no candidate pays at this load, and "
+        "plain decoding is faster; if that is a surprise, `vllm-echo profile` measures this "
+        "machine anew and `vllm-echo calibrate` the head",
     ),
     Undrafted.NO_ROWS: (
         logging.WARNING,
@@ -57,7 +57,7 @@ REASONS = {
 }
 
 
-class DraftWatch:
+class Silence:
     """Sees every step's counts. ``speaks`` is false on all ranks but one."""
 
     def __init__(self, speaks: bool):
