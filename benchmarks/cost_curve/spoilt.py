@@ -6,7 +6,7 @@
 Two servers, plain decoding and echo, take turns; the other one is halted. Echo measures its own
 curve when it starts. For every curve that is made of it, and every load, it serves for a minute
 under that curve, and then both are measured in turns. Prints what echo gave in the first minute and
-afterwards, as a share of plain decoding's tokens in the same time. Nothing else should run.
+afterwards, in tokens a second over plain decoding's. Nothing else should run.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.cost_curve import add_pair, pair_of
@@ -72,18 +72,14 @@ class Pair:
     prompts: Prompts
     tokens: int
     asked: int = 0
+    first_minutes: dict[int, float] = field(default_factory=dict)
+    """Of plain decoding, by requests at a time."""
 
-    def rate(self, server: Server, concurrency: int, seconds: float) -> float:
-        """Tokens a second; both servers get the same questions where they take turns."""
-        load = Load(
-            self.prompts.starting_at(self.asked),
-            ENDLESS,
-            concurrency,
-            self.tokens,
-            0.0,
-            self.asked,
-            seconds,
-        )
+    def rate(self, server: Server, concurrency: int, requests: int, seconds: float | None) -> float:
+        """Tokens a second until so many ``requests`` are answered, or the time is over. A turn is a
+        number of answers: in a number of seconds the faster server would begin more prompts."""
+        questions = self.prompts.starting_at(self.asked)
+        load = Load(questions, requests, concurrency, self.tokens, 0.0, self.asked, seconds)
         server.go_on()
         try:
             result = send(server.url, MODEL_NAME, load)
@@ -92,18 +88,24 @@ class Pair:
             server.halt()
         return result["tokens_per_second"]
 
-    def compare(self, concurrency: int, turns: int, seconds: float) -> tuple[float, list[float]]:
-        """Echo's first minute over plain decoding's rate, and its ratios afterwards, by turn."""
-        first = self.rate(self.echo, concurrency, FIRST_SECONDS)
-        plain: list[float] = []
-        echo: list[float] = []
+    def first_minute(self, concurrency: int) -> float:
+        """Echo's, as a share of plain decoding's first minute under the same load."""
+        self.asked = 0
+        found = self.rate(self.echo, concurrency, ENDLESS, FIRST_SECONDS)
+        if concurrency not in self.first_minutes:
+            plain = self.rate(self.plain, concurrency, ENDLESS, FIRST_SECONDS)
+            self.first_minutes[concurrency] = plain
+        return found / self.first_minutes[concurrency]
+
+    def turns(self, concurrency: int, requests: int, turns: int) -> list[float]:
+        """Echo's rates over plain decoding's, by turn."""
+        ratios = []
         for turn in range(turns):
-            self.asked += concurrency
-            for server in (self.plain, self.echo) if turn % 2 else (self.echo, self.plain):
-                rates = plain if server is self.plain else echo
-                rates.append(self.rate(server, concurrency, seconds))
-        ratios = [e / p for e, p in zip(echo, plain, strict=True)]
-        return first / statistics.median(plain), ratios
+            self.asked += requests
+            order = (self.plain, self.echo) if turn % 2 else (self.echo, self.plain)
+            rates = {s.name: self.rate(s, concurrency, requests, None) for s in order}
+            ratios.append(rates[self.echo.name] / rates[self.plain.name])
+        return ratios
 
 
 def main() -> int:
@@ -113,7 +115,9 @@ def main() -> int:
     parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES))
     parser.add_argument("--loads", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a turn")
+    parser.add_argument(
+        "--requests", type=float, nargs=2, default=[8, 1.5], metavar=("LEAST", "PER_SLOT")
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, on average")
     options = parser.parse_args()
     model, config = pair_of(parser, options)
@@ -134,7 +138,7 @@ def main() -> int:
         )
         pair = Pair(fleet.servers["none"], fleet.servers["echo"], prompts, options.tokens)
         for server in (pair.plain, pair.echo):
-            pair.rate(server, max(options.loads), 10.0)
+            pair.rate(server, max(options.loads), ENDLESS, 10.0)
         pair.echo.go_on()
         given = CostCurve.from_dict(pair.echo.given_options()["profile"], "echo.profile")
         pair.echo.halt()
@@ -145,7 +149,10 @@ def main() -> int:
             pair.echo.switch({"profile": CURVES[name](given).to_dict()})
             pair.echo.halt()
             for concurrency in options.loads:
-                first, ratios = pair.compare(concurrency, options.turns, options.seconds)
+                first = pair.first_minute(concurrency)
+                least, each = options.requests
+                requests = round(max(least, each * concurrency))
+                ratios = pair.turns(concurrency, requests, options.turns)
                 median = statistics.median(ratios)
                 missed += median < BAR
                 spread = f"{min(ratios):.3f}..{max(ratios):.3f}"

@@ -24,6 +24,7 @@ from benchmarks.cost_curve import add_pair, pair_of
 from benchmarks.serving.engines import ECHO_SERVER
 from benchmarks.serving.fleet import Fleet, free_ports
 from benchmarks.serving.servers import Serving
+from vllm_echo.core.budget import ElasticBudget
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import StepLoad
 from vllm_echo.core.policies import make_policy
@@ -74,8 +75,9 @@ def start_once(
 
 def budgets(options: Mapping[str, Any], loads: Sequence[int]) -> list[int]:
     """K_max at ``loads`` by the curve alone, before any of it is corrected."""
-    policy = make_policy(EchoConfig.from_dict(options))
-    return [policy.offer(StepLoad(n, 0, n * CONTEXT_TOKENS)).num_nodes for n in loads]
+    budget = make_policy(EchoConfig.from_dict(options)).budget
+    assert isinstance(budget, ElasticBudget), 'k_max is "auto", and the curve is there'
+    return [budget.offer(StepLoad(n, 0, n * CONTEXT_TOKENS)).num_nodes for n in loads]
 
 
 def main() -> int:
