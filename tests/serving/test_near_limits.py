@@ -16,7 +16,7 @@ from tests.serving import tiny
 from tests.serving.harness import Engine, echo_engine, plain_engine, random_prompts, token_ids
 from tests.serving.scrape import scrape
 from tests.serving.test_identity import expect_identity, greedy
-from vllm_echo.integration import watch
+from vllm_echo.integration import silence
 
 NEVER_CUT = {"k_max": 1000, "gates": []}
 
@@ -170,11 +170,11 @@ def test_a_head_that_gives_no_numbers_is_counted_and_said(
     plain: Engine, target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN in `fc`: the output is right, the head runs in vain in every step, and nobody knew."""
-    monkeypatch.setattr(watch, "PATIENCE", 15)
+    monkeypatch.setattr(silence, "PATIENCE", 15)
     broken = damaged(head, tmp_path / "fc", lambda tensors: tensors["fc.weight"].fill_(torch.nan))
     prompts = random_prompts(8, seed=81)
     echo = echo_engine(target, broken, 8, NEVER_CUT, disable_log_stats=False)
-    with heard(watch.logger.name, logging.INFO) as lines:
+    with heard(silence.logger.name, logging.INFO) as lines:
         outputs = echo.generate(prompts, [greedy()] * 8)
         echo.generate(prompts, [greedy()] * 8)
     assert token_ids(outputs) == token_ids(plain.generate(prompts, [greedy()] * 8))
@@ -186,7 +186,7 @@ def test_a_head_that_gives_no_numbers_is_counted_and_said(
 def test_a_token_without_numbers_costs_its_own_requests_their_drafts(
     plain: Engine, target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PATIENCE", 5)
+    monkeypatch.setattr(silence, "PATIENCE", 5)
     prompts = [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 7, 34]]
 
     def own_embedding(tensors: dict[str, torch.Tensor]) -> None:
@@ -197,7 +197,7 @@ def test_a_token_without_numbers_costs_its_own_requests_their_drafts(
     broken = damaged(head, tmp_path / "embedding", own_embedding)
     echo = echo_engine(target, broken, 8, NEVER_CUT, disable_log_stats=False)
     never_7 = [greedy(logit_bias={7: -100.0})] * 3
-    with heard(watch.logger.name, logging.INFO) as lines:
+    with heard(silence.logger.name, logging.INFO) as lines:
         outputs = echo.generate(prompts, never_7)
     assert token_ids(outputs) == token_ids(plain.generate(prompts, never_7))
     metrics = scrape()
