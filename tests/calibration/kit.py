@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.core.machines import TWO_CORES
 from vllm_echo.core.config import EchoConfig
-from vllm_echo.core.cost import CostCurve, Line
+from vllm_echo.core.cost import CostCurve
 from vllm_echo.core.policies import make_policy
 from vllm_echo.core.trace import DraftTrace
 from vllm_echo.core.tree import ROOT
@@ -116,15 +117,7 @@ def _choose(source: random.Random, chances: Sequence[float]) -> int | None:
     return None
 
 
-CURVE = CostCurve(
-    step=((1, 20.0), (2, 20.5), (4, 22.0), (8, 26.0), (16, 36.0), (32, 58.0), (64, 104.0)),
-    roots=Line(0.8, 0.06),
-    layer=Line(1.5, 0.09),
-    catch_up=Line(0.6, 0.05),
-    control=Line(0.7, 0.02),
-    context_us=0.5,
-    node_context_us=0.1,
-)
+CURVE = TWO_CORES
 """A machine that is known."""
 
 

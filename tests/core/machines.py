@@ -17,6 +17,17 @@ MACHINE = CostCurve(
 )
 """A machine on which drafting pays for a few requests."""
 
+TWO_CORES = CostCurve(
+    step=((1, 20.0), (2, 20.5), (4, 22.0), (8, 26.0), (16, 36.0), (32, 58.0), (64, 104.0)),
+    roots=Line(0.8, 0.06),
+    layer=Line(1.5, 0.09),
+    catch_up=Line(0.6, 0.05),
+    control=Line(0.7, 0.02),
+    context_us=0.5,
+    node_context_us=0.1,
+)
+"""Two cores and a small model, more or less."""
+
 
 def random_curve(source: random.Random) -> CostCurve:
     """A machine: flat for a while, then dearer and dearer."""

@@ -9,6 +9,7 @@ from math import sin
 
 import torch
 
+from tests.core.machines import TWO_CORES
 from vllm_echo.core.acceptance import SupplyPoint, uncalibrated
 from vllm_echo.core.config import EchoConfig
 from vllm_echo.core.cost import CostCurve, Line, StepLoad
@@ -16,16 +17,7 @@ from vllm_echo.core.pipeline import EchoPipeline
 from vllm_echo.core.trial import StepTimes
 
 SUPPLY = {(p.price, p.depth): p for p in uncalibrated().greedy.supply}
-TRUE = CostCurve(
-    step=((1, 20.0), (2, 20.5), (4, 22.0), (8, 26.0), (16, 36.0), (32, 58.0), (64, 104.0)),
-    roots=Line(0.8, 0.06),
-    layer=Line(1.5, 0.09),
-    catch_up=Line(0.6, 0.05),
-    control=Line(0.7, 0.02),
-    context_us=0.5,
-    node_context_us=0.1,
-)
-"""Two cores and a small model, more or less."""
+TRUE = TWO_CORES
 
 
 def with_rise(curve: CostCurve, factor: float) -> CostCurve:
